@@ -1,7 +1,7 @@
-"""Activation memory: parts of a module whose forward keeps little and runs again in the backward, in any strategy.
+"""Activation memory: parts of a module keep little in the forward and run again in the backward, in any strategy.
 
-`recompute` does it to one part, and is all that strategies know of; `checkpointing` chooses the parts for a run.
-A name is loaded when it is first used.
+`recompute` changes one part, and is the only function that strategies call; `checkpointing` chooses the parts for a
+run. A name is loaded when it is first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`ActivationCheckpointing`: which activations a run computes again in its backward, under every strategy."""
+"""`ActivationCheckpointing`: recomputation of chosen activations in the backward, under every strategy."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SETTINGS = {"every": int, "save": str}
 class ActivationCheckpointing(Callback):
     """Callback that recomputes activations in the backward, to save memory.
 
-    What is recomputed are chosen parts, or what torch's compiler chooses within a budget. It is done in place before
-    the strategy cuts or wraps the module, and undone when the run ends. Names and values of weights do not change, so
-    checkpoints with and without it are alike. Dropout draws the same masks in both forwards. A model of transformers
-    needs `config.use_cache=False`.
+    It recomputes chosen parts, or the operations that torch's compiler chooses within a budget. The module is changed
+    in place before the strategy shards or wraps it, and changed back when the run ends. Names and values of weights do
+    not change, so checkpoints with and without it are alike. Dropout draws the same masks in both forwards. A model of
+    transformers needs `config.use_cache=False`.
 
     Args:
         parts: classes or their names, a number of parameters, or a function of a module's name and the module, as
@@ -86,7 +86,7 @@ class ActivationCheckpointing(Callback):
         self.memory_budget = memory_budget
         self._runs: list[ExitStack] = []
 
-    # ---- by hand
+    # ---- use without a Trainer
 
     def apply(self, module: nn.Module) -> ExitStack:
         """Recompute the chosen parts of a module of your own loop, before `Accelerator.prepare` or a strategy gets it.
@@ -203,7 +203,7 @@ def _not_compiled(budget: float) -> UsageError:
 
 
 def recomputed(subject: Any, words: Sequence[str]) -> Any:
-    """Return the subject of a memory estimate whose module is made with the words of `from_words`."""
+    """Return the subject of a memory estimate whose module has recomputation by the words of `from_words`."""
     checkpointing = from_words(words)
 
     def make() -> nn.Module:

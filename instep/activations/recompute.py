@@ -73,7 +73,7 @@ def _choose(saved: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) -
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator draws random numbers: if it ran once only, later draws would be others."""
+    """Return whether an operator draws random numbers; if it did not run again, later draws would differ."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     names = [argument.name for argument in op._schema.arguments]
@@ -82,11 +82,11 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Callable[[], None]:
-    """Replace a part's forward by one that keeps its inputs only and runs again in the backward.
+    """Replace a part's forward by one that keeps only its inputs and runs again in the backward.
 
     Names in state dicts stay. The second forward draws the same random numbers, does not change the running statistics
-    of torch's batch and instance norms, and uses the first one's vectors in spectral norms. Any other buffer that a
-    forward changes is changed twice. Without gradients there is nothing to keep, and the forward runs as ever.
+    of torch's batch and instance norms, and uses the first forward's vectors in spectral norms. Any other buffer that a
+    forward changes is changed twice. Without gradients the forward runs unchanged, since nothing has to be kept.
 
     Args:
         part: whose forward is replaced; hooks of the part itself run once.
@@ -118,7 +118,7 @@ def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Cal
 
     def undo() -> None:
         if part.__dict__.get("forward") is not forward:
-            return  # a strategy has compiled it since
+            return  # a strategy has compiled the part in the meantime
         del part.__dict__[_MARK], part.forward
         if before is not None:
             part.forward = before
@@ -137,13 +137,13 @@ def _forward(
     if not torch.compiler.is_compiling():
         norms = [each for each in part.modules() if isinstance(each, _NormBase) and each.track_running_stats]
         powers = list(_powers_of(part))
-        if norms or powers:  # compiled, the second forward changes no buffer anyhow
+        if norms or powers:  # in compiled code the second forward changes no buffer
             context_fn = partial(_contexts, norms, powers, context_fn or noop_context_fn)
     elif context_fn is None and any(hasattr(parameter, "device_mesh") for parameter in part.parameters()):
-        # torch 2.13 orders what is saved wrongly where a mesh and a generator's state are: attention is run once.
+        # torch 2.13 saves in the wrong order if there are a mesh and a generator's state, so attention runs only once.
         context_fn = _keeping(_operators("aten", _ATTENTION))
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
-    if kwargs:  # `partial` also when there are no options: some may be named like one
+    if kwargs:  # `partial` even without options, since an argument may have the name of an option
         own = partial(own, **kwargs)
     return checkpoint(own, *args, use_reentrant=False, **options)
 
@@ -159,7 +159,7 @@ def _powers_of(part: nn.Module) -> Iterator[_Power]:
 
 
 class _BuffersKept:
-    """Both contexts of a part's forward: the second one changes no buffer, and has the vectors of the first one."""
+    """Both contexts of a part's forward: the second forward changes no buffer, and uses the vectors of the first."""
 
     def __init__(self, norms: Sequence[_NormBase], powers: Sequence[_Power], context_fn: ContextFunction) -> None:
         self._norms, self._powers = norms, powers
@@ -173,7 +173,7 @@ class _BuffersKept:
         for _, buffers, name in self._powers:
             self._vectors.append({key: buffers[key].clone() for key in (f"{name}_u", f"{name}_v")})
 
-    def __enter__(self) -> None:  # once for each backward through the same graph
+    def __enter__(self) -> None:  # entered once for each backward through the same graph
         with ExitStack() as stack:
             for norm in self._norms:
                 stack.callback(setattr, norm, "momentum", norm.momentum)

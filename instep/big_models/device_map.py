@@ -78,7 +78,7 @@ def resolve_device_map(
 
 
 def check_device(field: str, device: Device) -> None:
-    """Raise where this machine does not have a device.
+    """Raise if this machine does not have a device.
 
     Args:
         field: the argument that names the device.
@@ -180,8 +180,8 @@ def get_balanced_memory(
 ) -> dict[int | str, int]:
     """Lower `max_memory` so that `infer_auto_device_map` gives accelerators equal shares of a model.
 
-    The last accelerator keeps its limit, so that nothing is offloaded because shares are not quite equal. Where
-    `max_memory` is None, a single accelerator gets 90 % of its free memory.
+    The last accelerator keeps its full limit, so that unequal shares do not cause offloading. If `max_memory` is None,
+    a single accelerator gets 90 % of its free memory.
 
     Args:
         model: the model; its tensors may be on the meta device.
@@ -224,7 +224,7 @@ def get_balanced_memory(
 
 
 def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str]) -> int:
-    """Return the bytes by which a share is larger, since parts are not split at will: 1.25 of a block or mean layer."""
+    """Return the bytes to add to a share, since parts cannot be split anywhere: 1.25 of a block or mean layer."""
     blocks = [sizes[name] for name, module in model.named_modules() if type(module).__name__ in no_split]
     tensors = {name for name, module in model.named_modules() if module._parameters or module._buffers}
     inner = {owner for name in tensors for owner in [*owners(name)][:-1]}
@@ -241,7 +241,7 @@ def _classes(model: nn.Module, no_split_module_classes: Collection[str] | str | 
             "no_split_module_classes", no_split_module_classes, "names of classes, such as ['LlamaDecoderLayer']"
         )
     counts = Counter(type(module).__name__ for module in model.modules())
-    if names and not any(name in counts for name in names):  # some of them may be those of related models
+    if names and not any(name in counts for name in names):  # some of the names may belong to related models
         often = [f"{name} ({count} times)" for name, count in counts.most_common(8)]
         warn_user(
             f"no module of {type(model).__name__} is of a class in no_split_module_classes={[*names]}, so its blocks "
@@ -263,10 +263,10 @@ def infer_auto_device_map(
 ) -> dict[str, int | str]:
     """Spread a model over devices: fill the accelerators, then main memory, then the disk.
 
-    Parts are taken in the order in which the model has them. What does not fit is split into the modules within; what
-    cannot be split, and all after that, goes to the next device. Tied parameters stay together and count once. The
-    first accelerator and main memory keep room for the largest layer that comes later, because an offloaded layer is
-    brought there to compute.
+    Parts are placed in the order of the model. A part that does not fit is split into its submodules. A part that
+    cannot be split, and all later parts, go to the next device. Tied parameters stay together and count once. The first
+    accelerator and main memory keep room for the largest layer that comes later, because an offloaded layer is brought
+    there to compute.
 
     Args:
         model: the model; its tensors may be on the meta device.
@@ -316,7 +316,7 @@ def infer_auto_device_map(
 def _check_room_of_buffers(
     plan: _Plan, sizes: Mapping[str, int], limits: Mapping[int | str, int], accelerators: Iterable[int | str]
 ) -> None:
-    """Warn where the buffers of offloaded layers fit on no accelerator beside the weights that are there."""
+    """Warn if the buffers of offloaded layers fit on no accelerator beside the weights that are there."""
     offloaded = sum(sizes.get(name, 0) for name, device in plan.devices.items() if device in _OFFLOADED)
     if offloaded and not any(plan.used.get(device, 0) + offloaded <= limits[device] for device in accelerators):
         warn_user(
@@ -366,7 +366,7 @@ class _Plan:
                 self._put(together, device)
                 used += size
                 continue
-            # A part that fits without those that are tied to it stays whole, and one of them is split.
+            # If a part fits without the parts tied to it, it stays whole and one of the tied parts is split.
             fits_alone = self._sizes.get(name, 0) <= room
             if self._split_one_of(together[1:] if fits_alone else [name]):
                 continue
@@ -382,7 +382,7 @@ class _Plan:
         self.used[device] = used + reserve
 
     def _tied_to(self, name: str, parts: Iterable[Part]) -> list[str]:
-        """List a part's name, then the names of all parts that are tied to it or to each other, and so go with it."""
+        """List a part's name, then the names of all parts that must be on the same device because of tied weights."""
         names = [other for other, _ in parts if other != name]
         together = [name]
         for known in together:
@@ -406,7 +406,7 @@ class _Plan:
         self.devices.update(dict.fromkeys(names, device))
 
     def _split_one_of(self, names: Collection[str]) -> bool:
-        """Split the last of some parts that can be, since parts before keep their order, and tell if any."""
+        """Split the last of some parts that can be split, so that earlier parts keep their order; tell if any."""
         for place in reversed(range(len(self.left))):
             name = self.left[place][0]
             parts = split(self.left[place], self._no_split) if name in names else []

@@ -1,4 +1,4 @@
-"""Models divided over devices: what does not fit is left in main memory or on the disk, and comes for its forward."""
+"""Models divided over devices; offloaded weights are in main memory or on the disk, and are loaded for each forward."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def dispatch_model(
 ) -> nn.Module:
     """Divide a model over devices, so that it runs as before.
 
-    A module computes on its device. One on "cpu" or "disk" computes on the main device, where its weights come for its
-    forward; where the main device is the CPU, those on "cpu" simply stay there. Weights on the disk are on the meta
-    device between forwards. On a CPU they are used where they lie, mapped in their file, without a copy; for another
-    device the next block is read by a thread while one computes.
+    A module computes on its device. A module on "cpu" or "disk" computes on the main device, to which its weights are
+    copied for its forward; if the main device is the CPU, weights on "cpu" stay where they are. Between forwards,
+    weights on the disk are on the meta device. On a CPU they are used without a copy, memory-mapped from their file.
+    For other devices, a thread reads the next block while one block computes.
 
-    `model.state_dict()` has the values of all weights, offloaded ones too. Their values cannot be changed: a model that
-    trains has its trainable weights on a device.
+    `model.state_dict()` has the values of all weights, offloaded ones too. The values of offloaded weights cannot be
+    changed, so trainable weights must be on a device.
 
     Args:
         model: with values, or after `load_checkpoint_in_model` with the same map; changed in place.
@@ -145,7 +145,7 @@ def dispatch_model(
         )
 
     attach_hooks(model, make)
-    shared.clear()  # otherwise weights that were brought to a device would stay in main memory
+    shared.clear()  # otherwise copies of weights on a device would stay in main memory
     _Dispatched(model, weights)
     prefetch_blocks(model, weights, {name: where.device(name) for name in devices if where.is_away(name)})
     if weights:
@@ -156,7 +156,7 @@ def dispatch_model(
 
 
 def _check_model(model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
-    """Refuse a model that is dispatched already, and values whose shapes are not those of its weights."""
+    """Raise if a model is dispatched already, or if values have other shapes than its weights."""
     if offloaded_names(model):
         raise UsageError(f"{type(model).__name__} is dispatched already: call remove_hook_from_submodules(model) first")
     own = {} if values is None else model.state_dict()
@@ -188,7 +188,7 @@ class _Where:
 
     def _entry(self, name: str) -> Device:
         found = device_of(name, self._devices)
-        return self._main if found is None else found  # a module whose inner modules alone are named in the device map
+        return self._main if found is None else found  # the device map may name only the inner modules of a module
 
     def is_away(self, name: str) -> bool:
         """Return whether a module or weight is offloaded."""
@@ -212,7 +212,7 @@ def _weights_of(
     index: Mapping[str, Mapping[str, str]] | None,
     offload_buffers: bool,
 ) -> WeightsMap:
-    """Find the values of all offloaded weights; write those that are meant for the disk and lie in no file yet."""
+    """Find the values of all offloaded weights; write weights for the disk that are in no file yet."""
     loaded = offloaded_weights(model) or {}
     indexed = {} if index is None else _indexed(index)
     tensors = dict(model.named_parameters(remove_duplicate=False))
@@ -266,7 +266,7 @@ def _weights_of(
 
 
 def _write(folder: PathLike, shapes: Mapping[str, torch.Size], values: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """Write weights to an offload folder, a tied weight once, and return them from there under all their names."""
+    """Write weights to an offload folder, tied weights once, and return the stored ones under all names."""
     first: dict[int, str] = {}
     kept = {name: first.setdefault(id(value), name) for name, value in values.items()}
     there = offload_weights(folder, shapes, {name: values[name].detach().to("cpu") for name in first.values()})
@@ -301,7 +301,7 @@ class _InputsHook(AlignDevicesHook):
 
 
 class _Dispatched:
-    """State of a dispatched model: it gives a whole state dict, and raises where it is moved or changed.
+    """State of a dispatched model: it gives a whole state dict, and raises if the model is moved or changed.
 
     Args:
         model: the model.
@@ -326,7 +326,7 @@ class _Dispatched:
         ]
 
     def undo(self) -> None:
-        """Make the model an ordinary one again; the hooks of its modules stay."""
+        """Make the model an ordinary one again; its modules keep their hooks."""
         own = vars(self._model)
         for name in (*_MOVES, "_apply", "hf_device_map", DISPATCHED):
             own.pop(name, None)
@@ -338,7 +338,7 @@ class _Dispatched:
 
 
 class _GivesValues:
-    """Hook of a module's `state_dict`: its offloaded weights have their values in it.
+    """Hook of a module's `state_dict` that adds the values of offloaded weights.
 
     Args:
         weights: of the whole model.
@@ -373,7 +373,7 @@ class _RefusesValues:
 
 
 class _Stays:
-    """Method in the place of one that would move a dispatched model: it raises an error."""
+    """Method that replaces one that would move a dispatched model; it raises an error."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model, self._name = model, name
@@ -385,16 +385,16 @@ class _Stays:
                 f"{kind}.{self._name}: the model is dispatched to the devices of its hf_device_map and stays there. "
                 "Dispatch it with another map or dtype, or call remove_hook_from_submodules(model) first."
             )
-        if args[0](torch.empty(0)).dtype != torch.float32:  # a module around the model is converted
+        if args[0](torch.empty(0)).dtype != torch.float32:  # this call would convert the whole module to another dtype
             raise UsageError(
                 f"{kind} is dispatched, and its weights cannot be converted. Give load_checkpoint_and_dispatch the "
                 "dtype, or use precision='bf16-mixed' in place of 'bf16-true'."
             )
-        return self._model  # a module around the model was moved; the model itself is in its place
+        return self._model  # an outer module was moved; this model stays where it is
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Remove the hooks of a module and of the modules within, and undo what they did: offloaded weights come back.
+    """Remove the hooks of a module and its submodules, and bring offloaded weights back.
 
     Example:
         >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 2)))
@@ -475,7 +475,7 @@ def disk_offload(
     Source: the function of this name in Hugging Face Accelerate.
     """
     _check_model(model, None)
-    values = model.state_dict(keep_vars=True)  # with keep_vars tied weights are the same object
+    values = model.state_dict(keep_vars=True)  # keep_vars=True, so that tied weights are the same object
     _check_values(model, [name for name, value in values.items() if value.is_meta])
     weights = WeightsMap(_write(offload_dir, {name: value.shape for name, value in values.items()}, values))
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
@@ -513,7 +513,7 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Keep a model in main memory until its forward; it stays on the device then, until its hook offloads it.
 
-    For models that run one after the other, many times each.
+    For several models that run in turn, each many times.
 
     Args:
         model: changed in place.
@@ -569,7 +569,7 @@ def offloaded_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Bring a module's own weights to a device, for code that reads them outside of the forward. A context.
+    """Bring a module's own weights to a device in a `with` block, for code that reads them outside of the forward.
 
     Args:
         module: the module. Its weights may be offloaded.
@@ -601,7 +601,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         yield
     finally:
         for parameter, data in before.items():
-            # Changes that were made in the block are kept.
+            # Keep changes that the block made.
             parameter.data = parameter.data.to(data.device)
 
 

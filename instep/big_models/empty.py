@@ -1,4 +1,4 @@
-"""Modules without values: their parameters go to another device, the meta device mostly, as soon as they are made."""
+"""Modules without values: their parameters move to another device, usually the meta device, when they are made."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _META = torch.device("meta")
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Build modules whose parameters have shapes and dtypes and take no memory.
 
-    As `init_on_device("meta")`. Such a model cannot compute: give it values by `load_checkpoint_and_dispatch`, or by
-    `module.to_empty(device=...)` and an initialization of your own.
+    The same as `init_on_device("meta")`. Such a model cannot compute. Give it values by `load_checkpoint_and_dispatch`,
+    or by `module.to_empty(device=...)` and an initialization of your own.
 
     Args:
         include_buffers: whether buffers have no values either. They are kept by default, because buffers that are
@@ -44,9 +44,9 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
     """Build modules whose parameters are on a device.
 
-    Only the thread that entered is concerned, and `nn.Module` is not patched: torch calls a hook with each parameter
-    that a module gets. Where these blocks are nested, the innermost one decides. Parameters that are tied while the
-    module is built stay tied.
+    The block affects only its own thread and does not patch `nn.Module`: torch calls a hook with each parameter that a
+    module gets. In nested blocks, the innermost one counts. Parameters that are tied while the module is built stay
+    tied.
 
     Args:
         device: where parameters go.
@@ -87,11 +87,12 @@ class _Block:
         self._moved: Any = WeakTensorKeyDictionary()
 
     def moved(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the parameter that replaces a parameter on the device; None where it is there already."""
+        """Return the parameter on the device that replaces a parameter; None if it is on the device already."""
         if nn.parameter.is_lazy(parameter) or _is_on(parameter, self._device):
             return None
         if parameter not in self._moved:
-            # The constructor is not called: those of subclasses, such as bitsandbytes' parameters, do much.
+            # The constructor is not called, since those of subclasses, such as bitsandbytes' parameters, do more than
+            # store data.
             data = Tensor.to(parameter.data, self._device)
             new = Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
             vars(new).update(vars(parameter))
@@ -118,8 +119,8 @@ def _stack() -> list[_Block]:
 def _watch_registrations() -> None:
     """Register the hook, once for the process.
 
-    The hook stays: torch goes through its dictionary of hooks in each thread that builds a module, and an entry that is
-    removed meanwhile is an error there.
+    The hook is never removed: other threads that build modules iterate over torch's dictionary of hooks, and removing
+    an entry would be an error there.
     """
     global _is_watched
     with _watching:

@@ -1,4 +1,4 @@
-"""Hooks around a module's forward: bring weights and inputs to the device where it computes, and put them back."""
+"""Hooks around a module's forward: they bring weights and inputs to its device, and move them back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ModelHook:
         return output
 
     def after_error(self, module: nn.Module) -> None:
-        """Run in place of `post_forward` where the forward raised."""
+        """Run instead of `post_forward` if the forward raised."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Undo what `init_hook` did, when the hook is removed; return the module."""
@@ -80,7 +80,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether one of the hooks wants the forward to run without gradients."""
+        """Whether one of the hooks asks for a forward without gradients."""
         return any(hook.no_grad for hook in self.hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -116,7 +116,7 @@ class SequentialHook(ModelHook):
 
 
 class _HookedForward:
-    """The forward of a module with a hook. It is a class, so that the module can be copied and pickled."""
+    """The forward of a module with a hook. It is a class so that the module can be copied and pickled."""
 
     __name__ = "forward"
 
@@ -174,7 +174,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Source: the function of this name in Hugging Face Accelerate.
     """
     subject: Any = module
-    # Read from the module itself: a module around another may return the inner one's attribute.
+    # Read from the module's own `vars`, since an outer module may return the inner module's attribute.
     before = vars(subject).get("_hf_hook")
     if before is not None:
         _detach(module)
@@ -191,7 +191,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def _set_forward(module: Any, forward: Any) -> None:
-    # A GraphModule has a class of its own, and `recompile` writes the forward there.
+    # A GraphModule has a class of its own, whose `recompile` overwrites the forward.
     if isinstance(module, GraphModule):
         type(module).forward = forward
     else:
@@ -226,14 +226,14 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def _detach(subject: Any) -> None:
-    """Take off a module's own hook; a model that is dispatched stays so."""
+    """Take off a module's own hook; a dispatched model stays dispatched."""
     if "_hf_hook" in vars(subject):
         subject._hf_hook.detach_hook(subject)
         del subject._hf_hook
     if "_old_forward" in vars(subject):
         own = getattr(subject._old_forward, "__func__", None)
         if own is not None and own is getattr(type(subject), "forward", None):
-            del subject.forward  # the forward is the class's own again
+            del subject.forward  # now the class's own forward is used again
         else:
             _set_forward(subject, subject._old_forward)
         del subject._old_forward
@@ -243,7 +243,7 @@ def _detach(subject: Any) -> None:
 
 
 class _Slot:
-    """Place of one offloaded weight in a module, and the source of its value for code elsewhere.
+    """Place of one offloaded weight in a module, and its value for code outside of the forward.
 
     Args:
         hook: of the module, with the map of weights.
@@ -259,13 +259,15 @@ class _Slot:
         self.empty: Tensor = placeholder_of(holder[leaf], self)
         if self.original == _META and not isinstance(holder[leaf], Placeholder):
             with suppress(RuntimeError):  # a tensor in a graph, or with weak references, cannot be swapped
-                # Whoever holds the weight without values, as a list of the module may, has the placeholder too.
+                # Swap and not replace, so that other references to the weight, as in a list of the module, get the
+                # placeholder too.
                 swap_tensors(holder[leaf], self.empty)
                 self.empty = holder[leaf]
-        self._there: Tensor | None = None  # the weight that stands in the module during a forward
-        self._value: Tensor | None = None  # tensor that `_kept` was made of
+        self._there: Tensor | None = None  # the weight in the module during a forward
+        self._value: Tensor | None = None  # tensor from which `_kept` was made
         self._kept: Tensor | None = None
-        self._seen: ref[Tensor] | None = None  # what the weight was made of last: the same again is not made anew
+        # the last value from which the weight was made; the same value is not converted again
+        self._seen: ref[Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -278,10 +280,11 @@ class _Slot:
         return f"{self.hook.prefix}{self.name}"
 
     def load(self, value: Tensor, device: torch.device | None) -> None:
-        """Put a weight into the module, on a device; a value that a user has put in its place stays."""
+        """Put a weight into the module, on a device; keep a value that a user has set instead."""
         holder, leaf = self.holder, self.leaf
         if holder.get(leaf) is self.empty:
-            kept = self._kept  # the usual case, without another call: a model of many small layers has many weights
+            # handles the usual case without another call, since a model of many small layers has many weights
+            kept = self._kept
             if kept is None or self._value is not value or kept.requires_grad is not self.requires_grad:
                 kept = self._made(value, device)
             self._there = holder[leaf] = kept
@@ -293,16 +296,16 @@ class _Slot:
         return self._made(weights[self.name], self.hook.device)
 
     def _made(self, value: Tensor, device: torch.device | None) -> Tensor:
-        """Make the weight from its value, on a device. A value that lies there already is used as it is."""
+        """Make the weight from its value on a device; a value that is there already is used without a copy."""
         kept = self._kept if self._value is value else None
         if kept is None:
             there = value if device is None or value.device == device else value.to(device)
             kept = tensor_like(self.empty, there)
-            # Only what costs no memory is kept until the next forward: what the map of weights holds in any case.
+            # Until the next forward, keep only what costs no memory: values that the map of weights holds anyway.
             stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
             self._value, self._kept = (value, kept) if stays else (None, None)
             self._seen = ref(value)
-        elif kept.requires_grad is not self.requires_grad:  # the weight was frozen or unfrozen since it was kept
+        elif kept.requires_grad is not self.requires_grad:  # the weight was frozen or unfrozen after it was kept
             kept.requires_grad_(self.requires_grad)
         return kept
 
@@ -369,7 +372,7 @@ class AlignDevicesHook(ModelHook):
         self.prefix = ""
         """Name of the module in its model with a dot, for errors."""
         self._slots: list[_Slot] = []
-        self._users = 0  # forwards that run now: a module may call itself, or run in several threads
+        self._users = 0  # number of running forwards, since a module may call itself or run in several threads
 
     def __repr__(self) -> str:
         told = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -424,7 +427,7 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def empty(self) -> list[Tensor]:
-        """The tensors that stand in the module for offloaded weights between forwards."""
+        """The tensors that replace offloaded weights in the module between forwards."""
         return [slot.empty for slot in self._slots]
 
     def load(self, device: torch.device | None = None) -> None:
@@ -449,7 +452,7 @@ class AlignDevicesHook(ModelHook):
                 raise
 
     def unload(self) -> None:
-        """Leave the weights on the meta device, where no other forward of the module runs."""
+        """Leave the weights on the meta device, if no other forward of the module runs."""
         with _counting:
             self._users -= 1
             if self._users == 0:
@@ -460,10 +463,10 @@ class AlignDevicesHook(ModelHook):
         for slot in self._slots:
             assert self.weights_map is not None
             value = self.weights_map[slot.name]
-            # A weight that was never brought to a device stays where it lies, in memory or mapped.
+            # A weight that was never copied to a device stays where it is, in memory or mapped.
             slot.load(value, None if slot.original == _META else slot.original)
             made = slot.holder[slot.leaf]
-            if isinstance(made, nn.Parameter) and value.numel():  # tied weights are one parameter again
+            if isinstance(made, nn.Parameter) and value.numel():  # tied weights become one parameter again
                 place = (value.data_ptr(), value.shape, value.dtype, made.device)
                 slot.holder[slot.leaf] = self.tied_params_map.setdefault(place, made)
         self._slots = []
@@ -480,10 +483,11 @@ def _places(module: nn.Module, recurse: bool) -> Iterator[tuple[str, dict[str, A
 
 
 def _placed(tensor: Tensor, device: torch.device, shared: MutableMapping[Any, Any]) -> Tensor:
-    """Bring a weight of a module to a device: one object for all names that are tied and compute on that device."""
+    """Bring a weight of a module to a device; tied names that compute on one device share one object."""
     if tensor.device == device or device == _META or tensor.is_meta:
         return tensor if device != _META or tensor.is_meta else tensor_like(tensor, tensor.data.to(device))
-    there = shared.setdefault(id(tensor), {"of": tensor})  # the tensor is kept, so that its id stays its own
+    # the entry keeps the tensor alive, so that no other tensor gets its id
+    there = shared.setdefault(id(tensor), {"of": tensor})
     if device not in there:
         there[device] = tensor_like(tensor, tensor.data.to(device))
     return there[device]
@@ -498,7 +502,9 @@ def tensor_like(old: Tensor, value: Tensor) -> Tensor:
     kind = kind_of(old)
     if kind is nn.Parameter:
         new: Any = nn.Parameter(value, requires_grad=old.requires_grad)
-    else:  # the constructor is not called: those of subclasses, such as bitsandbytes' parameters, do much
+    # the constructor is not called, since those of subclasses, such as bitsandbytes' parameters, do more than store
+    # data
+    else:
         new = Tensor._make_subclass(kind, value, old.requires_grad)
     new.__dict__.update(old.__dict__)
     new.__dict__.pop("offloaded_source", None)  # a placeholder has this attribute
@@ -512,13 +518,13 @@ def as_device(device: Device) -> torch.device:
         return torch.device(accelerator.type if accelerator else "cuda", device)
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta", "mps"):
-        # A device with its index, as tensors show it.
+        # A device with its index, as tensors return it.
         return torch.device(device.type, torch.get_device_module(device).current_device())
     return device
 
 
 def moved(data: Any, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
-    """Bring the tensors in nested data to a device; data that are there already are returned as they are.
+    """Bring the tensors in nested data to a device; data on that device are returned unchanged.
 
     Args:
         data: nested data.
@@ -539,7 +545,7 @@ def moved(data: Any, device: torch.device, skip_keys: Collection[str] = ()) -> A
 def _is_there(data: Any, device: torch.device) -> bool:
     if isinstance(data, Tensor):
         return data.device == device
-    if isinstance(data, nn.Module):  # peft gives layers as arguments; those that are offloaded have hooks of their own
+    if isinstance(data, nn.Module):  # peft passes layers as arguments; offloaded layers have hooks of their own
         return all(isinstance(each, Placeholder) or each.device == device for each in data.parameters())
     if data is None or isinstance(data, bool | int | float | str):
         return True
@@ -583,7 +589,7 @@ class Prefixed(Mapping[str, Tensor]):
 
 
 class ForwardHook(ModelHook):
-    """Hook of a whole model with offloaded weights: it counts forwards, during which weights are on their device."""
+    """Hook of a whole model with offloaded weights that counts its forwards."""
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         count_forwards(1)
@@ -598,7 +604,7 @@ class ForwardHook(ModelHook):
 
 
 class FirstLayerHook(ModelHook):
-    """Hook of torch's encoder, which reads weights of its first layer to choose between two ways of computing."""
+    """Hook of torch's encoder, which reads weights of its first layer to choose between two algorithms."""
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for hook in self._hooks(module):
@@ -678,7 +684,7 @@ def attach_align_device_hook(
 
 
 def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevicesHook | None], name: str = "") -> None:
-    """Add hooks to a module and to those within, but not within one whose hook places its submodules.
+    """Add hooks to a module and its submodules, except submodules whose weights an outer hook places.
 
     Args:
         module: the module.
@@ -699,7 +705,7 @@ def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevice
 
 
 def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
-    """Return whether a module reads weights of inner modules that it does not call, so that it needs all at once."""
+    """Return whether a module reads weights of submodules without calling them, so that it needs all at once."""
     return type(module).__name__ in classes or isinstance(module, _READ_WITHIN)
 
 
@@ -707,7 +713,7 @@ def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
 
 
 class CpuOffload(ModelHook):
-    """Hook that brings a whole model to a device for its first forward, where it stays until it is offloaded.
+    """Hook that brings a whole model to a device at its first forward; the model stays there until it is offloaded.
 
     Args:
         execution_device: device where the model computes; None: the accelerator if there is one, else the CPU.
@@ -744,7 +750,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """Handle of one model that `cpu_offload_with_hook` returns: it offloads the model, or removes its hook.
+    """Handle from `cpu_offload_with_hook` that offloads the model, or removes its hook.
 
     Args:
         model: the model.

@@ -23,14 +23,14 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)(?<!\.safetensors)(?<!\.
 
 
 def is_repository(name: PathLike) -> bool:
-    """Return whether a text looks like the name of a hub repository, such as "user/model", and not like a file's."""
+    """Return whether a text looks like a hub repository's name, such as "user/model", and not like a file's."""
     return isinstance(name, str) and _REPOSITORY.fullmatch(name) is not None
 
 
 def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
-    """Get `config.json` and the weights of a repository of the hub, all of one commit, into the hub's cache.
+    """Download `config.json` and the weights of a hub repository, all of one commit, into the hub's cache.
 
-    No list of the server is asked for: the names are ours, and those that the index says are checked.
+    The server is not asked for a list of files: instep knows the names, and checks those in the index.
 
     Args:
         repo_id: such as "user/model".
@@ -52,15 +52,15 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
     def get(name: str) -> Path | None:
         try:
             path = Path(hub.hf_hub_download(repo_id, name, **options))
-        # The file is not in the cache, and the hub may not be asked, or did not answer.
+        # The file is not in the cache, and the hub may not be asked or did not answer.
         except errors.LocalEntryNotFoundError as error:
             silent.append(error)
-            # A hub that did not answer is not asked again: each file would take 25 s.
+            # A hub that did not answer is not asked again, since each file would take 25 s.
             options["local_files_only"] = True
             return None
         except errors.EntryNotFoundError:
             return None
-        options["revision"] = path.parent.name  # the commit, so that all files are of the same one
+        options["revision"] = path.parent.name  # the commit, so that all files belong to the same one
         found.append(path)
         return path
 
@@ -81,7 +81,7 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
 
 
 def download_config(repo_id: str) -> Path:
-    """Get a repository's `config.json` into the hub's cache, or find it there when offline.
+    """Download a repository's `config.json` into the hub's cache; when offline, find it there.
 
     Raises:
         CheckpointNotFoundError: there is no such repository, or no such file in the cache.
@@ -101,7 +101,7 @@ def parts_of(index: Path) -> list[Path]:
 
 
 def owned(path: Path) -> Path:
-    """Return a file of a folder that lies there itself, or is a link to its blob in the hub's cache."""
+    """Return a file if it lies in its folder itself, or is a link to its blob in the hub's cache."""
     folder = Path(os.path.realpath(path.parent))
     places = [folder]
     if folder.parent.name == "snapshots":
@@ -118,7 +118,7 @@ def hub_module(module: str = "huggingface_hub") -> ModuleType:
 
 @contextmanager
 def told(repo_id: str) -> Iterator[None]:
-    """Turn errors of the hub's client into ours."""
+    """Turn errors of the hub's client into errors of instep."""
     errors = hub_module("huggingface_hub.errors")
     absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.LocalEntryNotFoundError)
     try:
@@ -130,7 +130,7 @@ def told(repo_id: str) -> Iterator[None]:
     except absent as error:
         kind = CheckpointError if isinstance(error, errors.GatedRepoError) else CheckpointNotFoundError
         raise kind(_asked(repo_id, error)) from error
-    except (OSError, errors.HTTPError) as error:  # HTTPError is of the client's own HTTP library
+    except (OSError, errors.HTTPError) as error:  # this HTTPError is a class of the client's HTTP library
         raise CheckpointError(_asked(repo_id, error)) from error
 
 

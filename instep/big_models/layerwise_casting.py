@@ -1,4 +1,4 @@
-"""Weights that are kept in a narrower dtype than that in which their layers compute."""
+"""Weights that are stored in a narrower dtype than their layers compute in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Conv
 class LayerwiseCastingHook(ModelHook):
     """Hook that keeps a module's weights in one dtype, and converts them to another for its forward.
 
-    For inference: weights that are converted back lose what the narrower dtype cannot hold.
+    For inference only, since values lose the precision that the narrower dtype lacks.
 
     Args:
         storage_dtype: dtype in which weights are kept, such as `torch.float8_e4m3fn`.
@@ -69,7 +69,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of linear and convolutional layers in a narrower dtype than that in which they compute.
+    """Store the weights of linear and convolutional layers in a narrower dtype than the layers compute in.
 
     Args:
         module: the model.

@@ -1,7 +1,7 @@
-"""Checkpoints loaded into models, whole or to several devices, with what does not fit left in its files.
+"""Checkpoints loaded into models, on one device or several; weights that do not fit stay in the files.
 
-Everything is held against the headers of the files before one weight is touched: a checkpoint that is wrong, cut or of
-another model is an error, and the model is as it was.
+All weights are checked against the headers of the files before the first weight changes. So a checkpoint that is wrong,
+cut off or of another model is an error, and leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from instep.utils.paths import to_path
 from instep.utils.warn import warn_user
 
 DISK = "disk"
-_AT_ONCE = 64 * 2**20  # bytes asked of the disk while those before them are taken
-_SHOWN = 8  # most names in an error
-_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")  # a name with such an ending is no repository
+_AT_ONCE = 64 * 2**20  # bytes that are read ahead while earlier bytes are used
+_SHOWN = 8  # most names in an error text
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")  # a name with such an ending is not a hub repository
 
 
 def load_checkpoint_in_model(
@@ -60,17 +60,17 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, each weight to its device; `dispatch_model` then makes a divided model run.
+    """Load a checkpoint into a model, each weight to its device; then `dispatch_model` makes a divided model run.
 
     Without a device map, weights that the model has are read into their memory, and those on the meta device get memory
     of their own. But inside a block that builds modules without values (`init_empty_weights`; `configure_model` under
-    `FSDPStrategy(meta_init=True)`) they stay there, and it is noted where they lie: a strategy reads them when it has
-    placed the module, each rank only its own part, and draws those that the checkpoint lacks.
+    `FSDPStrategy(meta_init=True)`) they stay there, and their places in the files are recorded. A strategy reads them
+    after it has placed the module, each rank only its own part, and initializes weights that the checkpoint lacks.
 
-    With a device map, a weight on "cpu" is used where it lies in its file, mapped into memory and read now; one on
-    "disk" stays on the meta device, and is read when it is used. What is mapped is no anonymous memory, and a change
-    of it in place stays in this process. While it is used, its file may be deleted or replaced by a rename, but not
-    cut or written over in place.
+    With a device map, a weight on "cpu" is memory-mapped from its file and read now. A weight on "disk" stays on the
+    meta device, and is read when it is used. Mapped weights take no anonymous memory, and a change in place stays in
+    this process. While they are used, the file may be deleted or replaced by a rename, but not truncated or overwritten
+    in place.
 
     Args:
         model: with weights, or without (`init_empty_weights`).
@@ -139,7 +139,7 @@ def load_checkpoint_in_model(
     offloaded = _offload(model, source, weights, offload_folder)
     with torch.no_grad():
         made = [(weight, _value(weight, mapped)) for weight, mapped in _ahead(weights, in_place=False)]
-        for weight, value in made:  # from here on the model changes
+        for weight, value in made:  # from this line on the model changes
             put_tensor(model, weight.names, weight.old, value)
         for weight, mapped in _ahead(weights, in_place=True):
             assert mapped is not None
@@ -149,7 +149,7 @@ def load_checkpoint_in_model(
 
 
 def _check_flags(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_in_vain: bool) -> None:
-    """Refuse arguments of `load_checkpoint_in_model` that exist for scripts' sake and have no effect here."""
+    """Check arguments of `load_checkpoint_in_model` that exist for compatibility and have no effect here."""
     refused = {
         "offload_8bit_bnb=True": offload_8bit_bnb and "load_and_quantize_model offloads 8-bit weights itself: use that",
         "full_state_dict=False": not full_state_dict
@@ -279,7 +279,7 @@ class Source:
 
 
 def open_checkpoint(checkpoint: Location) -> Source:
-    """Open the weights that `load_checkpoint_in_model` is given; safetensors files are not read yet.
+    """Open the weights for `load_checkpoint_in_model`; safetensors files are not read yet.
 
     Raises:
         CheckpointNotFoundError: there is nothing, or no weights in it.
@@ -301,7 +301,7 @@ def open_checkpoint(checkpoint: Location) -> Source:
     main = _main_file(path) if path.is_dir() else path
     try:
         weights = stored_weights(main)
-    except CheckpointNotFoundError as error:  # a folder's own error speaks of checkpoints of runs alone
+    except CheckpointNotFoundError as error:  # a folder's own error would speak only of checkpoints of runs
         raise CheckpointNotFoundError(
             f"{error}; and no {SAFE} or {SAFE_INDEX}, {PICKLED} or {PICKLED_INDEX}. Give the path of the weights.",
             path=path,
@@ -314,13 +314,13 @@ def open_checkpoint(checkpoint: Location) -> Source:
         if isinstance(weight, LazyTensor):
             weight.check_whole()
         problem = why_unsavable(weight) if isinstance(weight, Tensor) else None
-        if problem is not None:  # a pickled file may hold any kind of tensor
+        if problem is not None:  # a pickled file may contain any kind of tensor
             raise CheckpointError(f"{path}: {name} cannot be used: it is {problem}", path=path)
     return Source(path, main, weights)
 
 
 def _open_on_rank_zero(checkpoint: Location) -> Source:
-    """Open a checkpoint that rank 0 alone can see; reading one of its weights is a collective."""
+    """Open a checkpoint that only rank 0 can see; reading one of its weights is a collective."""
     here: list[Source] = []
 
     def opened() -> tuple[str, dict[str, tuple[list[int], str]]]:
@@ -337,7 +337,7 @@ def _open_on_rank_zero(checkpoint: Location) -> Source:
 
 
 class _Sent:
-    """Weight that rank 0 reads and sends to all."""
+    """Weight that rank 0 reads and sends to all ranks."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, stored: Stored | None) -> None:
         self.shape, self.dtype, self._stored = shape, dtype, stored
@@ -378,7 +378,7 @@ def _of_index(path: Path) -> list[Path]:
     return parts_of(path) if path.name.endswith(".index.json") else []
 
 
-# ---- what goes where
+# ---- which weight goes to which device
 
 
 @dataclass(eq=False)
@@ -394,7 +394,7 @@ class _Weight:
 
     @property
     def mapped(self) -> Tensor | None:
-        """The whole weight where it lies in its file; None where it must be read."""
+        """The whole weight mapped from its file; None if it must be read."""
         return self.stored.map() if isinstance(self.stored, LazyTensor) and self.stored.mappable else None
 
     @property
@@ -405,13 +405,13 @@ class _Weight:
 
     @property
     def place(self) -> tuple[str, int]:
-        """File of the weight, and the byte at which it begins."""
+        """File of the weight, and the byte at which the weight begins."""
         parts = self.stored.parts if isinstance(self.stored, LazyTensor) else ()
         return (str(parts[0].path), parts[0].begin) if parts else ("", 0)
 
 
 def _match(model: nn.Module, source: Source, strict: bool, later: bool) -> list[_Weight]:
-    """Match the model's weights with the checkpoint's, and refuse what does not fit.
+    """Match the model's weights with the checkpoint's; raise for those that do not fit.
 
     Args:
         model, source, strict: as above.
@@ -488,13 +488,13 @@ def _wanted_dtype(weight: _Weight, dtype: torch.dtype | None, in_fp32: Sequence[
 
 
 def _device_of(weight: _Weight, device_map: Mapping[str, Device], offload_buffers: bool) -> Device:
-    """Look up a weight's device; of several tied names the first that is not on the disk decides."""
+    """Return a weight's device; of several tied names, the first that is not on the disk decides."""
     devices = [device_of(name, device_map) for name in weight.names]
     chosen = next((device for device in devices if device not in (None, DISK)), DISK)
     return "cpu" if chosen == DISK and not weight.is_parameter and not offload_buffers else chosen
 
 
-# ---- reading and putting
+# ---- reading weights into the model
 
 
 class _Converted:
@@ -515,7 +515,7 @@ class _Converted:
 
 
 def _defer(model: nn.Module, weights: Iterable[_Weight]) -> list[_Weight]:
-    """Record where the weights on the meta device lie, and return the other weights."""
+    """Record the places in files of weights on the meta device, and return the other weights."""
     waiting = {weight: weight.old.is_meta for weight in weights}
     for weight in (weight for weight, waits in waiting.items() if waits):
         weight.old.data = weight.old.data.to(weight.dtype)
@@ -552,7 +552,7 @@ def _offload(
 
 
 def _ahead(weights: Iterable[_Weight], in_place: bool) -> Iterator[tuple[_Weight, Tensor | None]]:
-    """Yield weights in the order of their files, mapped where possible, while the disk reads ahead."""
+    """Yield weights in the order of their files, mapped if possible, while the disk reads ahead."""
     windows: list[list[tuple[_Weight, Tensor | None]]] = [[]]
     room = _AT_ONCE
     for weight in sorted(weights, key=lambda weight: weight.place):
@@ -572,7 +572,7 @@ def _ahead(weights: Iterable[_Weight], in_place: bool) -> Iterator[tuple[_Weight
 
 
 def _value(weight: _Weight, mapped: Tensor | None) -> Tensor:
-    """Make the tensor that the model gets: mapped where there is a device map, else in memory of its own."""
+    """Make the tensor that the model gets: mapped if there is a device map, else in memory of its own."""
     stored, device = weight.stored, weight.device
     if device == DISK:
         return torch.empty(weight.old.shape, dtype=weight.dtype, device="meta")

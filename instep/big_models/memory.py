@@ -1,4 +1,4 @@
-"""Room for a model: the free memory of accelerators and of this machine, and the limits that a user sets."""
+"""Memory for a model: the free memory of accelerators and of this machine, and the user's limits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from instep.utils.checks import is_int, parse_size, wrong
 from instep.utils.imports import require
 from instep.utils.warn import warn_user
 
-Memory = Mapping[Any, int | str]  # bytes by device; a mapping's type of keys is invariant
-_NUMBERED = ("cuda", "xpu", "hpu", "npu")  # kinds whose devices are called 0, 1, ... in a map
+Memory = Mapping[Any, int | str]  # bytes by device; `Any`, since the key type of a mapping is invariant
+_NUMBERED = ("cuda", "xpu", "hpu", "npu")  # kinds of devices that a map calls 0, 1, ...
 _NAMED = ("mps", "cpu", "disk")
 _CGROUPS = Path("/sys/fs/cgroup")
-# By version: below the mount, the files of limits, the use, and the names in memory.stat of what can be let go.
+# By cgroup version: subfolder of the mount, files of limits, file of the use, and entries of memory.stat that can be
+# freed.
 _CGROUP_FILES = {
     "": ("", ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
     "memory": (
@@ -65,7 +66,7 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
 
 
 def accelerator_name() -> str | None:
-    """Return torch's name for the accelerators that maps call 0, 1, ...; None where there are none."""
+    """Return torch's name for the accelerators that maps call 0, 1, ...; None if there are none."""
     return next((name for name in _NUMBERED if DEVICE_KINDS[name].count()), None)
 
 
@@ -77,15 +78,15 @@ def _free_memory() -> dict[int | str, int]:
     for index in range(DEVICE_KINDS[name].count()):
         try:
             free[index] = module.mem_get_info(index)[0]
-        except RuntimeError as error:  # another process uses the device alone, or the device is broken
+        except RuntimeError as error:  # another process has exclusive use of the device, or the device is broken
             warn_user(f"{name}:{index} is left out, its memory cannot be asked for: {error}")
             continue
-        if hasattr(module, "memory_reserved"):  # memory that torch keeps for this process's next tensors is free too
+        if hasattr(module, "memory_reserved"):  # memory that torch has cached for this process's tensors is free too
             free[index] += module.memory_reserved(index) - module.memory_allocated(index)
         shared |= bool(getattr(module.get_device_properties(index), "is_integrated", False))
     if DEVICE_KINDS["mps"].count():
         return {"mps": max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())}
-    # An accelerator in the processor itself has no memory of its own: the same bytes must not be given twice.
+    # An accelerator inside the processor shares main memory, so the same bytes must not count twice.
     return free if shared else {**free, "cpu": available_memory()}
 
 
@@ -101,7 +102,7 @@ def available_memory() -> int:
 
 
 def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Yield the bytes that are left in each control group of this process that has a limit."""
+    """Yield the free bytes of each control group of this process that has a limit."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -111,7 +112,7 @@ def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"
             continue
         below, limits, use, cache = _CGROUP_FILES[controllers]
         group = root / below / path.strip("/")
-        # In a container the path may be the host's while the mount is the container's: folders may not be there.
+        # In a container the path may be the host's but the mount the container's, so some folders may not exist.
         for folder in (group, *group.parents):
             try:
                 used = int((folder / use).read_text())

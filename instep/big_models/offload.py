@@ -1,8 +1,8 @@
 """Weights outside the model: mapped from the checkpoint's own files, or from an offload folder that knows its model.
 
-Only what cannot be used where it lies is written to an offload folder: weights of another dtype than the checkpoint's,
-and those of pickled files. The folder holds one ordinary safetensors file, whose header says for which model and out of
-which checkpoint it was made. It is used again for these, and refused for any other.
+Only weights that cannot be mapped from their file are written to an offload folder: weights with another dtype than the
+checkpoint's, and those of pickled files. The folder holds one ordinary safetensors file. Its header names the model and
+the checkpoint; the file is used again for these, and refused for any others.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from instep.utils.untrusted_files import open_regular, parse_object
 
 FILE = "offloaded_weights.safetensors"
 _NOTE = "instep.offload"
-_SAMPLES, _SAMPLE_BYTES = 32, 4096  # samples of each file tell two checkpoints of the same sizes apart
+_SAMPLES, _SAMPLE_BYTES = 32, 4096  # samples of each file distinguish two checkpoints of equal sizes
 Stored: TypeAlias = "Tensor | StoredTensor"
 
 
 class WeightsMap(Mapping[str, Tensor]):
     """Weights by full name, in memory or in files.
 
-    A weight that lies mapped in a file is always the same tensor: it costs no anonymous memory, and getting it costs
-    nothing. Tied names give the same object. What cannot be mapped (parts of several ranks, a file of an object store)
-    is read anew each time, unless it was staged.
+    A mapped weight is always the same tensor: it takes no anonymous memory, and getting it costs nothing. Tied names
+    give the same object. A weight that cannot be mapped (in parts of several ranks, or in an object store) is read
+    again each time, unless it was staged.
 
     Args:
         stored: for each name a tensor, or what reads one.
@@ -67,7 +67,7 @@ class WeightsMap(Mapping[str, Tensor]):
         return self.at_rest(name) if found is None else found
 
     def at_rest(self, name: str) -> Tensor:
-        """Return a weight where it is stored, on the CPU, whether it was staged or not."""
+        """Return a weight from its storage, on the CPU, even if a staged copy exists."""
         kept = self._kept.get(name)
         if kept is not None:
             return kept
@@ -84,13 +84,13 @@ class WeightsMap(Mapping[str, Tensor]):
         return name in self.stored
 
     def __deepcopy__(self, memo: object) -> WeightsMap:
-        return self  # a copy would hold the whole model in memory, and nothing changes this map
+        return self  # a copy would hold the whole model in memory; this map never changes, so copies share it
 
     def __reduce__(self) -> tuple[type[WeightsMap], tuple[dict[str, Stored]]]:
         return type(self), (self.stored,)
 
     def is_kept(self, name: str) -> bool:
-        """Return whether a weight stays where it lies, in memory or mapped, so that using it costs nothing."""
+        """Return whether a weight is in memory or mapped, so that using it costs nothing."""
         return name in self._kept
 
 
@@ -98,7 +98,7 @@ _OFFLOADED: WeakKeyDictionary[nn.Module, WeightsMap] = WeakKeyDictionary()
 
 
 def set_offloaded_weights(model: nn.Module, weights: WeightsMap) -> None:
-    """Record where the weights lie that a model has left on the meta device."""
+    """Record where the weights are stored that a model has on the meta device."""
     _OFFLOADED[model] = weights
 
 
@@ -108,14 +108,14 @@ def offloaded_weights(model: nn.Module) -> WeightsMap | None:
 
 
 def forget_offloaded_weights(model: nn.Module) -> None:
-    """Forget where offloaded weights lie: the model has its weights again."""
+    """Forget where offloaded weights are stored, since the model has its weights again."""
     _OFFLOADED.pop(model, None)
 
 
 def offload_weights(
     folder: PathLike, shapes: Mapping[str, Iterable[int]], weights: Mapping[str, Stored], source: str = "memory"
 ) -> dict[str, LazyTensor]:
-    """Write weights to an offload folder, one at a time, or reuse files that were written there before.
+    """Write weights to an offload folder, one at a time, or reuse files that were written earlier.
 
     Args:
         folder: made where it is missing.
@@ -138,7 +138,7 @@ def offload_weights(
             return {name: there[name] for name in weights}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, sync=False) as part:  # a process that maps the old file keeps it
+        with replacing(path, sync=False) as part:  # by a rename, so that a process that maps the old file keeps it
             write_plain(weights, part, metadata={_NOTE: json.dumps(note)})
     except OSError as error:
         raise CheckpointError(
@@ -209,7 +209,7 @@ def _digest(value: object) -> str:
 
 
 def put_tensor(model: nn.Module, names: Sequence[str], old: Tensor, value: Tensor) -> None:
-    """Give a parameter or buffer a value, under all its names; the object stays the same where torch allows that.
+    """Give a parameter or buffer a value, under all its names; keep the same object if torch allows that.
 
     Args:
         model: whose it is.
@@ -223,7 +223,7 @@ def put_tensor(model: nn.Module, names: Sequence[str], old: Tensor, value: Tenso
     new: Any = value
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(value, old.requires_grad and value.is_floating_point())
-        new.__dict__.update(old.__dict__)  # attributes such as marks of tensor parallelism
+        new.__dict__.update(old.__dict__)  # keeps attributes, such as marks of tensor parallelism
     for name in names:
         prefix, _, leaf = name.rpartition(".")
         owner = model.get_submodule(prefix)

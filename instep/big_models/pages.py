@@ -1,7 +1,7 @@
-"""Pages of mapped weights: whether they are in memory, and how they get there.
+"""Pages of mapped weights: whether they are in memory, and how to load them.
 
-A page that the kernel has dropped comes back by itself when it is touched, a few kilobytes at a time. Asked for in
-large pieces, the disk is read at its full speed, and the computation does not wait for it.
+If the kernel has dropped a page, the next access loads it again, but only a few kilobytes at a time. Requests for large
+pieces use the disk's full speed, and the computation does not wait.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from torch import Tensor
 
 _PAGE = mmap.PAGESIZE
-_AT_ONCE = 64 * 2**20  # bytes: of cold files on a virtual disk 2.4 GB/s, where pieces of 8 MiB give 1.2
-_LARGE = 4 * 2**20  # bytes of a tensor that is worth an own request
-_WILLNEED, _HUGE, _POPULATE = 3, 14, 22  # numbers of madvise's advice on Linux; the first is the same on macOS
+_AT_ONCE = 64 * 2**20  # bytes; cold files on a virtual disk give 2.4 GB/s, but only 1.2 GB/s in pieces of 8 MiB
+_LARGE = 4 * 2**20  # bytes of a tensor that is worth its own request
+_WILLNEED, _HUGE, _POPULATE = 3, 14, 22  # codes of madvise's advice on Linux; the first is the same on macOS
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Return whether all pages of a tensor are in memory; False where that cannot be known.
+    """Return whether all pages of a tensor are in memory; False if that is unknown.
 
     Args:
         tensor: contiguous, on the CPU.
@@ -39,7 +39,7 @@ def _are_there(begin: int, size: int) -> bool:
 
 
 def read_ahead(tensors: Iterable[Tensor]) -> None:
-    """Read the pages of tensors into memory, and wait for them; other threads of the interpreter go on.
+    """Read the pages of tensors into memory and wait; other Python threads continue.
 
     Args:
         tensors: contiguous, on the CPU, over mapped files; neighbors are read together.
@@ -48,20 +48,20 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
         (at, min(_AT_ONCE, end - at))
         for begin, end in _joined(tensors)
         for at in range(begin, end, _AT_ONCE)
-        # Asking for pages that are in memory takes as long as reading them.
+        # A request for pages that are in memory takes as long as reading them.
         if not _are_there(at, min(_AT_ONCE, end - at))
     ]
     for number, (at, size) in enumerate(pieces):
         for later, length in pieces[
             number + (number > 0) : number + 2
-        ]:  # the requests for the next piece go out before this one is waited for
+        ]:  # request the next piece before waiting for this one
             _libc().madvise(later, length, _WILLNEED)
-        if _libc().madvise(at, size, _POPULATE) != 0:  # a kernel before Linux 5.14, or of another system
+        if _libc().madvise(at, size, _POPULATE) != 0:  # a kernel before Linux 5.14, or another system
             sum(memoryview((ctypes.c_char * size).from_address(at)).cast("B")[::_PAGE])
 
 
 def will_need(tensors: Iterable[Tensor]) -> None:
-    """Ask for the pages of tensors, and do not wait."""
+    """Request the pages of tensors without waiting."""
     for begin, end in _joined(tensors):
         for at in range(begin, end, _AT_ONCE):
             if not _are_there(at, min(_AT_ONCE, end - at)):
@@ -80,7 +80,7 @@ def _joined(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def prefer_huge(tensor: Tensor) -> Tensor:
-    """Ask for large pages for a tensor's fresh memory, for 512 times fewer page faults; return the tensor."""
+    """Request large pages for a tensor's new memory, for 512 times fewer page faults; return the tensor."""
     begin, size = _span(tensor)
     if sys.platform.startswith("linux") and size >= _LARGE:
         _libc().madvise(begin, size, _HUGE)
@@ -88,7 +88,7 @@ def prefer_huge(tensor: Tensor) -> Tensor:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return address and bytes of the pages that a tensor lies on."""
+    """Return address and size in bytes of the pages of a tensor."""
     begin = tensor.data_ptr() // _PAGE * _PAGE
     end = tensor.data_ptr() + tensor.nbytes
     return begin, -(-(end - begin) // _PAGE) * _PAGE if tensor.nbytes else 0
@@ -96,7 +96,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 @cache
 def _libc() -> Any:
-    # Ctypes releases the interpreter's lock during a call, mmap.madvise does not.
+    # ctypes releases the interpreter's lock during a call; mmap.madvise does not.
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     if hasattr(libc, "mincore"):

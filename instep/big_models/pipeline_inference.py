@@ -1,10 +1,10 @@
-"""Pipeline inference: a traced model in stages on ranks in a row, over `torch.distributed.pipelining`.
+"""Pipeline inference: a traced model in stages, one on each rank, by `torch.distributed.pipelining`.
 
 `torch.export` traces the model for one micro-batch, the graph is cut where modules begin, and each rank keeps one part.
-A trace holds for one shape: inputs of another shape (longer texts) are traced again, once each. The number of samples
-is free: micro-batches have the size that was traced; what is missing in the last one is filled up, and cut off again.
+A trace is valid for one shape; for each new shape, such as longer texts, the model is traced again. The number of
+samples is free: micro-batches have the traced size, and a smaller last one is padded, and its output cut.
 
-Ranks hear the outline of a batch (shapes, dtypes, settings) from the first one, and take the same decisions from that:
+The first rank sends the description of a batch (shapes, dtypes, settings) to the others, and all decide from it. So
 only the first rank needs the inputs' values.
 """
 
@@ -30,7 +30,7 @@ from instep.strategies.materialize import deferred_weights, read_values
 from instep.strategies.pipeline.split import even_cuts
 from instep.utils.imports import check_torch
 
-_ROOT = "model."  # beginning of the model's names in a trace
+_ROOT = "model."  # prefix of the model's names in a trace
 _SLOT = object()  # where a tensor was
 
 
@@ -45,13 +45,13 @@ def prepare_pippy(
 ) -> nn.Module:
     """Spread a model over all ranks as a pipeline for inference: one stage on each. Collective, as its calls are.
 
-    Afterwards `model(...)` cuts its batch into micro-batches, which pass through the stages one behind another. Every
-    rank calls it as often as the others; the values of the inputs are read on the first rank. No gradients.
+    Afterwards `model(...)` cuts its batch into micro-batches, which pass through the stages one behind another. All
+    ranks must make the same calls; only the first rank's input values are used. No gradients.
 
     A model that was built without values (`init_empty_weights`) and knows its checkpoint (`load_checkpoint_in_model` in
-    the same block) is never whole in any memory: each rank reads the weights of its stage.
+    the same block) is never whole in the memory of any rank: each rank reads only the weights of its stage.
 
-    A model that torch.export cannot trace is cut by hand: `TrainModule.pipeline_stages`, `MeshStrategy(pp=N)` and
+    Split a model that torch.export cannot trace by hand: `TrainModule.pipeline_stages`, `MeshStrategy(pp=N)` and
     `Trainer.predict`.
 
     Args:
@@ -88,7 +88,7 @@ def prepare_pippy(
         (arXiv:1811.06965).
     """
     stages = PartialState().num_processes
-    if stages > 1:  # with an older torch, its tracing or its schedule of one micro-batch fails
+    if stages > 1:  # an older torch fails to trace, or in its schedule of one micro-batch
         check_torch(2, 11, purpose="prepare_pippy with several processes")
     if num_chunks is not None and num_chunks < 1:
         raise SettingError(f"num_chunks={num_chunks} must be at least 1", field="num_chunks", got=num_chunks)
@@ -135,7 +135,7 @@ def _checked_points(model: nn.Module, points: str | Sequence[str], stages: int) 
 
 
 def _units_of(model: nn.Module, classes: Sequence[str] | None) -> set[str]:
-    """List the modules, by name, that an automatic cut may begin a stage with."""
+    """List the modules, by name, with which an automatically chosen stage may begin."""
     if classes is None:
         classes = list(getattr(model, "_no_split_modules", None) or ())
     modules = dict(model.named_modules())
@@ -230,7 +230,8 @@ class _Pipeline:
         called, pipelined = _Called(self.model, outline), self.model.__dict__.pop("forward", None)
         try:
             with torch.no_grad(), _stand_ins(self.model), _without_cache(self.model), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch itself uses it, in a deepcopy
+                # torch itself uses LeafSpec, in a deepcopy
+                warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
                 device = next((tensor.device for _, tensor in _tensors_of(self.model)), torch.device("cpu"))
                 example = [
                     torch.zeros(size, *leaf.shape[1:], dtype=leaf.dtype, device=device) for leaf in _leaves(outline)
@@ -249,7 +250,7 @@ class _Pipeline:
         return _Trace(pipe, size, called.output(), self.state, self._here)
 
     def _here(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a weight on this rank's device; one that is there in its file or the model is used as it is."""
+        """Return a weight on this rank's device, without a copy if its file or the model has it there."""
         name = self._first_names.get(name, name)
         if name not in self._weights:
             place = self._places.get(name)
@@ -259,7 +260,7 @@ class _Pipeline:
 
 
 def _mapped(stored: Any) -> Tensor:
-    """Return a stored tensor as a map of its file; read it where it cannot be mapped."""
+    """Return a stored tensor mapped from its file; read it if it cannot be mapped."""
     return stored if isinstance(stored, Tensor) else stored.map() if hasattr(stored, "map") else stored.read()
 
 
@@ -267,7 +268,7 @@ def _mapped(stored: Any) -> Tensor:
 def _stand_ins(model: nn.Module) -> Iterator[None]:
     """Replace tensors on the meta device by tensors on the CPU: torch.export does not mix the two.
 
-    Nothing is written into them, so that they take addresses and no memory.
+    Nothing is written into the new tensors, so they take addresses but no memory.
     """
     made: dict[Tensor, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -301,7 +302,7 @@ class _Called(nn.Module):
         super().__init__()
         self.model = model
         found: list[tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]] = []
-        # Functions, because torch.export allows no change of a module's attributes.
+        # Functions, since torch.export forbids changes of a module's attributes.
         self._call = lambda tensors: with_tensors(inputs, tensors)
         self._note = lambda *what: found.append(what)
         self._found = lambda: found[-1]
@@ -395,15 +396,16 @@ class _Cut:
         self.stages, self.points, self._units, self._device = stages, points, units, device
 
     def mark(self, traced: fx.GraphModule) -> fx.GraphModule:
-        """Put torch's marks of a stage's end into a graph, and make the values that cross them fit to be sent."""
+        """Put torch's marks of a stage's end into a graph; make the values between stages ready to be sent."""
         graph = traced.graph
         for node in list(graph.nodes):
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                graph.erase_node(node)  # the `to` node compares its device with the one that was traced
+                graph.erase_node(node)  # the `to` node would compare its device with that of the trace
             elif node.op == "call_function":
                 node.args, node.kwargs = (map_aggregate(given, self._moved) for given in (node.args, node.kwargs))
                 if node.target is getitem:
-                    node.args[0].append(node)  # stages send no tuples: take it right behind what returns one
+                    # stages cannot send tuples, so take the element directly after the node that returns the tuple
+                    node.args[0].append(node)
         order = [node for node in graph.nodes if node.op == "call_function"]
         if self.points is None:
             self.points = self._balanced(traced, order)
@@ -413,7 +415,7 @@ class _Cut:
         for node, stage in list(stage_of.items()):
             later = [user for user in node.users if stage_of.get(user, stage) > stage]
             value = node.meta.get("val")
-            # A stage takes its inputs from stages before it, in one piece, and not from the caller.
+            # A stage gets its inputs from earlier stages, as contiguous tensors, and not from the caller.
             if later and (node.op == "placeholder" or not (isinstance(value, Tensor) and value.is_contiguous())):
                 with graph.inserting_before(order[0] if node.op == "placeholder" else node.next):
                     copied = _copy(graph, node, order[0] if node.op == "placeholder" else node)
@@ -430,7 +432,7 @@ class _Cut:
         return self._device if isinstance(given, torch.device) else given
 
     def _keep_outputs(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> None:
-        """Make the last stage return every output: an earlier stage's outputs pass through it."""
+        """Make the last stage return every output; outputs of an earlier stage pass through it."""
         end = next(node for node in graph.nodes if node.op == "output")
         with graph.inserting_before(end):
             for node in end.all_input_nodes:
@@ -454,7 +456,7 @@ class _Cut:
         return starts
 
     def _balanced(self, traced: fx.GraphModule, order: Sequence[fx.Node]) -> list[str]:
-        """Choose modules to begin stages with so that the largest stage has as few bytes of weights as can be."""
+        """Choose the modules at which stages begin, so that the largest stage has as few bytes as possible."""
         begun: list[str] = [""]
         sizes = [0]
         counted: set[tuple[int, Any]] = set()
@@ -468,7 +470,7 @@ class _Cut:
                 if weight.op == "get_attr" and (len(sizes), weight.target) not in counted:
                     counted.add((len(sizes), weight.target))
                     sizes[-1] += attrgetter(str(weight.target))(traced).nbytes
-        if not sizes[0]:  # code before the first module goes with that module
+        if not sizes[0]:  # code before the first module belongs to that module
             del begun[0], sizes[0]
         if len(begun) < self.stages:
             raise SettingError(
@@ -499,10 +501,10 @@ def _prefixes(path: str) -> list[str]:
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Let a transformers model return no cache of keys and values: it is no tensor, and nobody would read it."""
+    """Let a transformers model return no cache of keys and values: it is not a tensor, and nobody would read it."""
     configs: list[Any] = [
         getattr(module, "config", None) for module in model.modules()
-    ]  # an encoder and a decoder have one each
+    ]  # an encoder and a decoder have one config each
     before = [(one, one.use_cache) for one in configs if hasattr(one, "use_cache")]
     try:
         for one, _ in before:

@@ -1,4 +1,4 @@
-"""Placeholders of weights that lie elsewhere: the metadata of a weight, and its value for any code that computes."""
+"""Placeholders of offloaded weights: the weight's metadata, and its value for any code that computes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 
 
 class Source(Protocol):
-    """Where the value of a weight comes from."""
+    """Source of a weight's value."""
 
     requires_grad: bool
 
@@ -54,11 +54,10 @@ class Source(Protocol):
 class Placeholder:
     """Tensor on the meta device that stands for an offloaded weight; mixed into the class of the weight.
 
-    Its shape, dtype and the like cost nothing; its device is that of the weight while the model computes, and the meta
-    device else. A function of torch that gets it computes with the value, which
-    is read for that call: code outside of the weight's module gives the numbers of a model that is whole. What would
-    change the value raises, and so does code that goes past torch's functions: torch's own kernels compute with a meta
-    tensor, or return uninitialized memory.
+    Reading its shape, dtype and the like costs nothing. Its device is that of the weight while the model computes, else
+    the meta device. If a torch function gets a placeholder, the value is read for that call, so code outside of the
+    weight's module gets the results of a whole model. Changing the value raises. So does code that does not go through
+    torch's functions, since torch's kernels would compute with a meta tensor, or return uninitialized memory.
     """
 
     offloaded_class: type[Tensor]
@@ -134,21 +133,21 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _unread(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with a placeholder as it is, on the meta device."""
+    """Call a function on a placeholder without reading the value, on the meta device."""
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return func(*args, **kwargs)
 
 
-_forwards = threading.local()  # forwards of models with placeholders that run in this thread
+_forwards = threading.local()  # running forwards of models with placeholders, counted for each thread
 
 
 def count_forwards(more: int) -> None:
-    """Count a forward of a model with placeholders that begins (1) or ends (-1)."""
+    """Count the start (1) or end (-1) of a forward of a model with placeholders."""
     _forwards.depth = getattr(_forwards, "depth", 0) + more
 
 
 def _computes() -> bool:
-    """Return whether a model computes in this thread: a forward, or a part of one that a backward repeats."""
+    """Return whether a model computes in this thread: in a forward, or in a part of one that the backward repeats."""
     return getattr(_forwards, "depth", 0) > 0 or torch._C._current_graph_task_id() != -1
 
 
@@ -166,14 +165,14 @@ def placeholder_of(
     kind = kind or kind_of(weight)
     requires_grad = weight.requires_grad if requires_grad is None else requires_grad
     new = _again(kind, weight.size(), weight.stride(), weight.dtype, requires_grad)
-    if issubclass(kind, nn.Parameter):  # attributes that users put on the parameter
+    if issubclass(kind, nn.Parameter):  # copies attributes that users set on the parameter
         vars(new).update(vars(weight))
     new.offloaded_source = source
     return new
 
 
 def kind_of(weight: Tensor) -> type[Tensor]:
-    """Return the class of a weight, or of the weight that a placeholder stands for."""
+    """Return the class of a weight; for a placeholder, the class of its weight."""
     return weight.offloaded_class if isinstance(weight, Placeholder) else type(weight)
 
 
@@ -203,7 +202,7 @@ def _source(value: Any) -> Source | None:
 
 
 def _is_place(argument: Any) -> bool:
-    """Return whether an argument of `to` names a device."""
+    """Return whether an argument of `to` is a device."""
     return type(argument) in (str, int, torch.device) or isinstance(argument, Tensor)
 
 
@@ -211,7 +210,7 @@ def _targets(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     """Return the arguments that a function would write to."""
     out = kwargs.get("out")
     found = [*out] if isinstance(out, tuple | list) else [out]
-    name = name.partition(".")[0]  # cuts off the overload of an operator
+    name = name.partition(".")[0]  # removes the overload of an operator from its name
     special = name.startswith("__")
     changes = name in ("__set__", "__setitem__") or (name.startswith("__i") and name not in _NOT_IN_PLACE)
     if changes if special else name.endswith("_") or kwargs.get("inplace") is True:
@@ -224,7 +223,7 @@ _NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
 
 
 def _follow(weight: Any) -> None:
-    """Freeze or unfreeze a weight's value when its placeholder was frozen or unfrozen."""
+    """Freeze or unfreeze a weight's value if its placeholder was frozen or unfrozen."""
     if isinstance(weight, weight.offloaded_class) and issubclass(weight.offloaded_class, nn.Parameter):
         weight.offloaded_source.requires_grad = weight.requires_grad
 

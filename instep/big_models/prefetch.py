@@ -17,12 +17,12 @@ from instep.big_models.pages import read_ahead
 
 
 class Prefetcher:
-    """Reader of the next blocks of weights, in a thread that ends with its owner.
+    """Reader of the next blocks of weights, in a thread that ends when this object is deleted.
 
-    A block whose weights are used where they lie, mapped in files, is read by getting its pages into memory, and only
-    where they are not there. Any other block is staged in the map of weights: read, and copied to its device. At most
-    `depth` such blocks and the current one are held. The order is learned: next is what followed these two blocks the
-    last time, so that a backward, which takes the blocks in reverse order, is read ahead too.
+    If a block's weights are mapped from files, reading means loading those pages that are not in memory. Any other
+    block is staged in the map of weights: read, and copied to its device. At most `depth` such blocks and the current
+    one are held. The order is learned: the next block is the one that followed the last two blocks before. So reading
+    ahead also works in a backward, which goes through the blocks in reverse order.
 
     Args:
         weights: where the blocks' weights are.
@@ -52,7 +52,7 @@ class Prefetcher:
         self._pid = -1
 
     def begin(self, block: int) -> None:
-        """Begin the block that computes now: on return its weights are in memory, and the next blocks are asked for.
+        """Begin the block that computes now: return when its weights are in memory; request the next blocks.
 
         Raises:
             Exception: what reading this block raised.
@@ -73,14 +73,14 @@ class Prefetcher:
         except BaseException:
             with self._lock:
                 if self._held.get(block) is read:
-                    del self._held[block]  # the next forward tries to read the block again
+                    del self._held[block]  # deleted, so that the next forward reads the block again
             raise
         with self._lock:
-            if self._held.get(block) is read:  # unless a forward in another thread is further on
+            if self._held.get(block) is read:  # False if a forward in another thread is already further
                 self._work.weights.staged.update(read.tensors)
 
     def _advance(self, block: int) -> list[_Read]:
-        """Release blocks that are not needed any more, and return those to read now, the current one first."""
+        """Release blocks that are no longer needed, and return the blocks to read now, the current one first."""
         before, last = self._last
         if last is not None:
             self._next[before, last] = block
@@ -112,12 +112,12 @@ class _Read:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.tensors: dict[str, Tensor] = {}
-        self.copied: Any = None  # the event of a copy on a stream
+        self.copied: Any = None  # the event of a copy on a CUDA stream
 
     def wait(self, work: _Work) -> None:
         if not self.done.is_set():
             if work.mapped[self.block]:
-                return  # touching a page that is not in memory reads it too
+                return  # touching a page that is not in memory also reads it
             self.done.wait()
         if self.error is not None:
             raise self.error
@@ -130,7 +130,7 @@ class _Read:
 
 
 class _Work:
-    """Work of the thread: reading a block. It holds no `Prefetcher`, whose end stops the thread."""
+    """Work of the thread: reading a block. It does not refer to the `Prefetcher`, whose deletion stops the thread."""
 
     def __init__(self, weights: WeightsMap, blocks: list[tuple[str, ...]], devices: list[torch.device]) -> None:
         self.weights, self.blocks, self.devices = weights, blocks, devices
@@ -144,7 +144,7 @@ class _Work:
         try:
             self._read(read)
         except BaseException as error:  # noqa: BLE001  whatever it is
-            read.error = error  # raised where the block is used
+            read.error = error  # raised when the block is used
         finally:
             read.done.set()
 
@@ -160,7 +160,7 @@ class _Work:
         with torch.cuda.stream(stream):
             read.tensors = {
                 name: self.weights.at_rest(name).pin_memory().to(device, non_blocking=True) for name in names
-            }  # torch keeps pinned memory until the copy is done
+            }  # torch keeps pinned memory alive until the copy is done
             read.copied = stream.record_event()
 
     def drop(self, read: _Read) -> None:
@@ -176,7 +176,7 @@ def _run(queue: SimpleQueue[Any], work: _Work) -> None:
 
 
 class _Begin:
-    """Forward pre-hook of a block. A copy of the model, or a pickle of it, has one that does nothing."""
+    """Forward pre-hook of a block. In a copy or pickle of the model, the hook does nothing."""
 
     def __init__(self, prefetcher: Prefetcher, block: int) -> None:
         self._prefetcher, self._block = prefetcher, block
@@ -196,7 +196,7 @@ class _Nothing:
 def prefetch_blocks(
     model: nn.Module, weights: WeightsMap, devices: Mapping[str, torch.device | int | str], depth: int = 1
 ) -> Prefetcher | None:
-    """Read offloaded weights of a model block by block, one ahead of its forward.
+    """Read offloaded weights of a model block by block, one block ahead of the forward.
 
     Args:
         model: whose modules are called in its forward.
@@ -226,7 +226,7 @@ def prefetch_blocks(
 
 def _blocks_in(name: str, module: nn.Module | None) -> Iterable[tuple[str, list[str]]]:
     """List the blocks of a module with the names of their weights: its layers, if it holds a list of layers."""
-    if module is None:  # a weight outside of any block: its module is the block
+    if module is None:  # for a weight outside of any block, its module is the block
         yield name.rpartition(".")[0], [name]
         return
     prefix = f"{name}." * bool(name)
@@ -250,7 +250,7 @@ def _tensor_names(module: nn.Module, recurse: bool) -> list[str]:
 
 
 def stop_prefetching(module: nn.Module) -> None:
-    """Take the hook of `prefetch_blocks` off one module."""
+    """Remove the hook of `prefetch_blocks` from one module."""
     for key, hook in [*module._forward_pre_hooks.items()]:
         if isinstance(hook, _Begin):
             del module._forward_pre_hooks[key]

@@ -1,7 +1,7 @@
 """Quantized models: linear layers in 8 and 4 bit by bitsandbytes or torchao, made weight by weight.
 
-No whole model of float weights is ever in memory: each weight is read, quantized and let go of before the next one is
-read. All of it is read and checked before the model is touched, so an error leaves the model as it was.
+The float weights are never all in memory: each weight is read, quantized and freed before the next one is read. All
+weights are read and checked before the model is changed, so an error leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from instep.utils.warn import warn_user
 
 M = TypeVar("M", bound=nn.Module)
 
-_MOST_NAMES = 5  # names that an error lists at most
+_MOST_NAMES = 5  # most names in an error text
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DTYPE = Check(
@@ -51,7 +51,7 @@ _NAMES = Check(
 
 @dataclass
 class BnbQuantizationConfig:
-    """Quantization of linear layers by bitsandbytes, with the names of Accelerate; on a CPU and on CUDA.
+    """Quantization of linear layers by bitsandbytes, on a CPU and on CUDA; arguments have Accelerate's names.
 
     Args:
         load_in_8bit: LLM.int8(): weights and activations in 8 bits, outliers of activations apart.
@@ -117,8 +117,8 @@ class BnbQuantizationConfig:
         kind = {"quant_type": self.bnb_4bit_quant_type, "compress_statistics": self.bnb_4bit_use_double_quant}
         made = nn_.Linear4bit(*sizes, bias, self.bnb_4bit_compute_dtype, **kind, device="meta")
         made.weight = nn_.Params4bit(weight, requires_grad=False, module=made, **kind).to(device)
-        # On some CPUs a forward in eval mode would lay the weight out anew: rounded to bfloat16, and without gradients
-        # in the training that follows a validation.
+        # On some CPUs, a forward in eval mode would convert the weight to another layout, rounded to bfloat16; training
+        # after a validation would then have no gradients.
         made.support_avx512bf16_for_cpu = False
         return made
 
@@ -174,7 +174,7 @@ class TorchAoConfig:
 
 
 def _refuse_training(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Raise where a gradient would silently end: rounded activations have none."""
+    """Raise if a gradient would silently end: rounded activations have none."""
     if layer.training and torch.is_grad_enabled() and inputs[0].requires_grad:
         raise UsageError(
             "a layer whose activations are quantized too passes no gradient on: nothing before it would learn. Train "
@@ -186,7 +186,7 @@ def _refuse_training(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 def _int4(torchao: Any, device: torch.device) -> Any:
     if device.type != "cpu":
         return torchao.Int4WeightOnlyConfig()
-    # torchao's 4-bit weights alone have no kernel for a CPU.
+    # Alone among torchao's weights, the 4-bit ones have no kernel for a CPU.
     group = torchao.PerGroup(32)
     return torchao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=group)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -212,11 +212,11 @@ def load_and_quantize_model(
     *,
     bnb_quantization_config: BnbQuantizationConfig | None = None,
 ) -> M:
-    """Quantize a model's linear layers, in place, with weights from a checkpoint or those that it has.
+    """Quantize a model's linear layers in place, with weights from a checkpoint or the model's own.
 
-    Make large models under `init_empty_weights`: at most one weight is in memory in its float form at a time.
-    The quantized model has a state dict of plain tensors. Checkpoints hold it, `save_pretrained` writes it, and its
-    file, given here as `weights_location` with the same configuration, makes the same model again, bit for bit.
+    Build large models under `init_empty_weights`, so that at most one float weight is in memory at a time. The
+    quantized model has a state dict of plain tensors, which checkpoints hold and `save_pretrained` writes. Passing such
+    a file as `weights_location`, with the same configuration, gives the same model again, bit for bit.
 
     Args:
         model: with its weights, or on the meta device.
@@ -308,7 +308,7 @@ def chosen_layers(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
             "as weights_location.",
             field="model",
         )
-    # torch's own attention uses the weight of such a layer without calling the layer.
+    # torch's own attention uses such a layer's weight without calling the layer.
     linear = {name: layer for name, layer in linear.items() if not isinstance(layer, NonDynamicallyQuantizableLinear)}
     chosen = {name: layer for name, layer in linear.items() if not _is_in(name, skipped)}
     if not chosen:
@@ -322,9 +322,9 @@ def chosen_layers(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
 
 
 def _kept_by_default(model: nn.Module) -> list[str]:
-    """Return modules that are not quantized by default: those with tied weights, and the last one, a model's head."""
+    """Return modules that are not quantized by default: those with tied weights, and the last one, the model's head."""
     tied = [name.rpartition(".")[0] for names in find_tied_parameters(model) for name in names]
-    # Transformers sets it; a model without a head does not have itself in it.
+    # Transformers sets `base_model_prefix`; a model without a head has no attribute of that name.
     prefix = getattr(model, "base_model_prefix", None)
     if not tied and prefix is not None and not hasattr(model, prefix):
         return []
@@ -340,7 +340,7 @@ def _is_in(name: str, modules: Iterable[str]) -> bool:
 
 
 class _Weights:
-    """Weights of a model, from a checkpoint or the model itself; checked at once, and each read when asked for.
+    """Weights of a model, from a checkpoint or the model itself; checked at once, and read one by one.
 
     Args:
         model: that they are for.
@@ -365,7 +365,7 @@ class _Weights:
         for name, value in self._own.items():
             alike.setdefault(id(value), []).append(name)
         quantized = {f"{name}.weight" for name in chosen if is_stored_quantized(self.stored, name)}
-        self._from: dict[str, str | None] = {  # tied weights may be stored under one of their names alone
+        self._from: dict[str, str | None] = {  # a checkpoint may store tied weights under one name only
             name: next((other for other in (name, *alike[id(value)]) if other in self.stored), None)
             for name, value in self._own.items()
             if name not in quantized
@@ -396,7 +396,7 @@ class _Weights:
             )
 
     def read(self, name: str) -> Tensor:
-        """Read a weight by its name in the model, without a copy: a caller that keeps it makes one."""
+        """Read a weight by its name in the model, without a copy; a caller that keeps it must copy it."""
         return self.take(str(self._from[name])).detach()
 
     def take(self, name: str) -> Tensor:
@@ -407,7 +407,7 @@ class _Weights:
         return value if isinstance(value, Tensor) else value.read()
 
     def others(self, config: Any, place: _Places, folder: PathLike | None) -> dict[str, Tensor]:
-        """Read all tensors but the weights of quantized layers, in their dtypes and on their devices; tied ones once.
+        """Read all tensors except weights of quantized layers, with their dtypes and devices; tied tensors once.
 
         Args:
             config: of the quantization.
@@ -464,7 +464,7 @@ def _quantized(name: str, layer: nn.Linear, weights: _Weights, config: Any, devi
 
 
 def _give_back_memory() -> None:
-    """Return free memory to the system: glibc keeps the gaps between small weights, up to the size of the model."""
+    """Return free memory to the system, since glibc keeps gaps between small weights, up to the size of the model."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -485,13 +485,13 @@ def _load_saved(name: str, made: nn.Linear, weights: _Weights) -> None:
         ) from error
 
 
-# ---- where they go
+# ---- devices of weights
 
 
 def _device_map(
     model: nn.Module, chosen: Mapping[str, nn.Linear], config: Any, device_map: Any, max_memory: Any, no_split: Any
 ) -> dict[str, Any]:
-    """Return the device of each module; sizes are those after the quantization."""
+    """Return the device of each module, by sizes after quantization."""
     if device_map is None:
         name = accelerator_name()
         return {"": "cpu" if name is None else torch.device(name, torch.accelerator.current_device_index())}
@@ -516,7 +516,7 @@ class _Places:
         return device_of(name, self._devices)
 
     def is_offloaded(self, name: str) -> bool:
-        """Return whether a weight is not where its module computes."""
+        """Return whether a weight is stored elsewhere than on the device where its module computes."""
         return self.of(name) == "disk" or (self.of(name) == "cpu" and not self.all <= {"cpu", "disk"})
 
     def __call__(self, name: str) -> torch.device:
@@ -533,7 +533,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _put(model: nn.Module, layers: Mapping[str, nn.Linear], rest: Mapping[str, Tensor]) -> None:
-    """Replace layers and values of a model."""
+    """Replace layers and values in a model."""
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)

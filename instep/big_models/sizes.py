@@ -1,4 +1,4 @@
-"""Sizes of a model: bytes of its tensors, by tensor and by module, and which of its parameters are one tensor."""
+"""Sizes of a model: bytes of its tensors, by tensor and by module, and which parameters are the same tensor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from instep.checkpoint.tensors import dtype_from_name
 from instep.errors import SettingError
 
 Dtype = torch.dtype | str
-# Quantizations that are no dtypes: bitsandbytes' 4 bits have a float32 scale for 64 elements.
+# Quantizations without a torch dtype: bitsandbytes' 4-bit types have a float32 scale for 64 elements.
 _BITS = {"fp8": 8, "fp4": 4 + 32 / 64, "nf4": 4 + 32 / 64}
 
 
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's parameters, then its buffers, with their names; a tensor with several names once.
+    """Yield a module's parameters, then its buffers, with their names; a tensor with several names only once.
 
     Args:
         module: any module; its tensors may be on the meta device.
@@ -48,7 +48,7 @@ def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> set[str]:
 def dtype_byte_size(dtype: Dtype) -> float:
     """Return the bytes of one element: 4 for float32, 1 for fp8 and bool, a half for int4, 0.5625 for nf4.
 
-    Elements of less than a byte are counted as packed, which is how quantized weights are held.
+    Elements of less than a byte are counted as packed, as quantized weights store them.
 
     Args:
         dtype: torch's, or its name, such as "bfloat16" or "int4"; also "fp8", "fp4" and "nf4".
@@ -81,7 +81,7 @@ def as_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def tensor_bytes(tensor: Tensor, dtype: Dtype | None = None) -> int:
-    """Return the bytes of a tensor, once its values are there and have a dtype.
+    """Return the bytes of a tensor after it has its values and their dtype.
 
     Args:
         tensor: any; on the meta device too.
@@ -98,9 +98,9 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Count the bytes of each tensor and of each module that has any; "" is the whole model.
+    """Count the bytes of each tensor and of each module that has tensors; "" is the whole model.
 
-    A tensor with several names counts once, under the first of them. A name that is not there counts 0.
+    A tensor with several names counts once, under its first name. A name that the result lacks has 0 bytes.
 
     Args:
         model: any module; its tensors may be on the meta device.
@@ -141,7 +141,7 @@ def owners(name: str) -> Iterator[str]:
 
 
 def is_within(name: str, owner: str) -> bool:
-    """Return whether a name is a module's own name or that of something inside the module.
+    """Return whether a name is that of a module, or of something inside the module.
 
     Example:
         >>> is_within("layers.1.weight", "layers.1"), is_within("layers.10", "layers.1")
@@ -179,7 +179,7 @@ def largest_layers(
 ) -> dict[str, int]:
     """Return the bytes of the largest layer inside each tensor and module.
 
-    A layer is what comes to a device at a time: a module that is not split, and the tensors that another module holds
+    A layer is the unit that is moved to a device: a module that is not split, or the tensors that a split module holds
     itself.
 
     Args:
@@ -220,7 +220,7 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Tie parameters again that `find_tied_parameters` found to be tied.
 
-    The first of a group that has values takes all its names; a group without values is left as it is.
+    All names of a group get its first tensor that has values; a group without values stays as it is.
 
     Args:
         model: the model, changed in place.

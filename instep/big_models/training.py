@@ -1,4 +1,4 @@
-"""Training of models that are larger than a device: the weights of a frozen base are offloaded, adapters are not."""
+"""Training of models larger than a device: the frozen base weights are offloaded, the adapters are not."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from instep.strategies.materialize import Materializer
 def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str | None = None) -> nn.Module:
     """Make a dispatched model with adapters ready to be trained.
 
-    The forward brings a block's frozen weights to the device, and so does the backward, in reverse order: of the base
-    there is never more on the device than the blocks in hand. For that a block keeps no activations where its weights
-    are copied to the device, and computes them again in the backward. Where they are used as they lie (mapped in files,
-    on a CPU), nothing is computed twice. Adapters that peft has left on the meta device, because the layers under them
-    are there, are drawn. Gradients are those of a model that is on the device as a whole, bit for bit.
+    The forward brings a block's frozen weights to the device, and so does the backward, in reverse order. So the device
+    never holds more of the base than the blocks in use. A block whose weights are copied to the device keeps no
+    activations, and computes them again in the backward. If the weights are mapped from files on a CPU, nothing is
+    computed twice. Adapters that peft left on the meta device, because the layers under them are there, are
+    initialized. Gradients are bit for bit those of a model that is on the device as a whole.
 
     Call it after the adapters were added and before the optimizer is made. Give the optimizer the trainable parameters,
     and let the checkpoints of a `TrainModule` hold these alone by `checkpoint_filter = "trainable"`.
@@ -94,7 +94,7 @@ def _device(hook: AlignDevicesHook) -> torch.device:
 
 
 def _is_copied(hook: AlignDevicesHook) -> bool:
-    """Return whether a forward copies weights: the graph would keep the copies until the backward."""
+    """Return whether a forward copies weights, since the graph would keep the copies until the backward."""
     weights: Any = hook.weights_map
     for name in hook.names:
         first = weights[name]
@@ -104,13 +104,13 @@ def _is_copied(hook: AlignDevicesHook) -> bool:
 
 
 def _compute_again(model: nn.Module, blocks: Collection[str] | str | None, copied: set[str]) -> None:
-    """Recompute the blocks that hold copied weights in the backward, so that they keep no activations."""
+    """Recompute blocks that hold copied weights in the backward, so that they keep no activations."""
     inside: set[str] = set()
     for name, part in model.named_modules():
         if any(name.startswith(f"{outer}.") or not outer for outer in inside):
             continue
         if blocks is None and getattr(part, "supports_gradient_checkpointing", False):
-            # transformers' own way leaves the cache of keys alone, which would be filled twice.
+            # transformers' own method switches off the cache of keys, which would be filled twice.
             part.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             inside.add(name)
     if inside:

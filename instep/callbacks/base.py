@@ -1,4 +1,4 @@
-"""The base class of callbacks: every hook of the four paths, doing nothing."""
+"""The base class of callbacks: every hook of the four paths; the hooks of this class do nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Callback:
     """Code that runs at fixed points of a run, apart from the model.
 
-    Override the hooks you need. The Trainer looks once, before the loop, which ones are overridden, so a hook that is
-    not overridden costs nothing per step. Names, order and arguments are those that users of Lightning know; every hook
-    runs on every rank, in the order of `Trainer(callbacks=[...])`.
+    Override the hooks you need. Before the loop, the Trainer finds out once which hooks are overridden, so other hooks
+    cost nothing per step. Names, order and arguments of the hooks are as in Lightning; every hook runs on every rank,
+    in the order of `Trainer(callbacks=[...])`.
 
     A callback keeps what it must remember over a restart in `state_dict` and `load_state_dict`: tensors and JSON values
     only. Two callbacks of one class that both keep state need a different `state_key` each.
@@ -58,7 +58,7 @@ class Callback:
     """True: it asks for validations between those of the Trainer, and what reads a metric acts after each one."""
 
     _module: TrainModule | None = None  # the module that runs
-    _origin = ""  # name of the package that added it; "" where the user passed it to the Trainer
+    _origin = ""  # name of the package that added this callback; "" if the user passed it to the Trainer
 
     @property
     def state_key(self) -> str:
@@ -73,9 +73,9 @@ class Callback:
         """Restore what `state_dict` gave. Not called if the checkpoint has no state for this key."""
 
     def before_save(self, trainer: Trainer) -> None:
-        """Before a checkpoint's state is collected, on all ranks: reduce over them here what `state_dict` returns.
+        """Before a checkpoint's state is collected, on all ranks: do reductions over ranks for `state_dict` here.
 
-        An error raised on all ranks refuses the save.
+        If all ranks raise an error here, nothing is saved.
         """
 
     # ---- logging
@@ -115,7 +115,7 @@ class Callback:
         """Before a checkpoint is written: keys may be added to it, with tensors and JSON values."""
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """After a checkpoint was read: the added keys are there again."""
+        """After a checkpoint was read, which contains the keys that `on_save_checkpoint` added."""
 
     # ---- fit
 
@@ -243,7 +243,7 @@ HOOKS: tuple[str, ...] = tuple(
 
 
 def logs_here(trainer: Trainer) -> bool:
-    """Return whether this process sends values to the loggers: the main one, or every one if a logger asks for all."""
+    """Return whether this process sends values to the loggers: the main process, or all if a logger wants all."""
     return trainer.is_global_zero or any(getattr(logger, "_per_rank", False) for logger in trainer.loggers)
 
 

@@ -52,10 +52,10 @@ class EarlyStoppingReason(Enum):
 
 @dataclass(frozen=True)
 class StoppingPolicy:
-    """Rule that decides, value by value of a metric, when to stop. A pure function.
+    """Rule that decides, for each new value of a metric, whether to stop. A pure function.
 
-    NaN compares false with everything, so it is never better than the best value; it counts as a check without
-    improvement. 0.0 and -0.0 are equal. An infinity is a value like any other where `check_finite` is off.
+    NaN is never better than the best value, and counts as a check without improvement. 0.0 and -0.0 are equal. If
+    `check_finite` is off, infinity is treated as any other value.
     """
 
     mode: Literal["min", "max"] = "min"
@@ -67,7 +67,7 @@ class StoppingPolicy:
 
     @property
     def worst(self) -> float:
-        """The worst possible value, which is best before the first value."""
+        """The worst possible value; it counts as the best value before the first check."""
         return math.inf if self.mode == "min" else -math.inf
 
     def better(self, value: float, other: float) -> bool:
@@ -75,7 +75,7 @@ class StoppingPolicy:
         return value < other if self.mode == "min" else value > other
 
     def judge(self, value: float, best: float, waited: int) -> tuple[EarlyStoppingReason, float, int]:
-        """Judge one value: whether to stop, the new best value, and how long it has been waited for.
+        """Judge one value: return whether to stop, the new best value, and the number of checks since the best value.
 
         Args:
             value: the metric now.
@@ -105,9 +105,9 @@ class EarlyStopping(Callback):
     """Stop training when a monitored metric stops improving.
 
     The metric is read from `trainer.callback_metrics` at the end of every validation, or of every training epoch. The
-    stop is a trigger, so all ranks leave the loop at the same step whichever of them decided. `min_epochs` and
-    `min_steps` of the Trainer are kept: once they are reached the last verdict counts, so that a metric that has become
-    better in the meantime lets the run go on.
+    stop is a trigger, so all ranks leave the loop at the same step, whichever rank decided. A stop waits for the
+    Trainer's `min_epochs` and `min_steps`. When these are reached, the last check counts: if the metric has improved in
+    the meantime, the run continues.
 
     NaN never becomes the best value and never resets the patience. The best value, the count of checks and the reason
     survive a restart; the options are those of the new run.
@@ -209,7 +209,7 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = state_dict["stopping_reason_message"]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Keep a run stopped that was stopped before its resume, unless its patience was raised since."""
+        """Keep a run stopped if it was stopped before its resume, unless its patience has been raised."""
         reason = self.stopping_reason
         patient = reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and self.wait_count < self.patience
         if reason is not EarlyStoppingReason.NOT_STOPPED and not patient:
@@ -235,7 +235,7 @@ class EarlyStopping(Callback):
         before = self._best
         reason, self._best, self.wait_count = self.policy.judge(value, self._best, self.wait_count)
         self.stopping_reason = reason
-        # An earlier verdict, which waited for min_epochs or min_steps, is no longer true.
+        # The checkpoint's verdict, which waited for min_epochs or min_steps, no longer holds.
         if reason is EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason_message, self.stopped_epoch = None, 0
         else:

@@ -17,7 +17,7 @@ _EXTERNAL_OFF = "INSTEP_EXTERNAL_CALLBACKS"
 
 
 def external_callbacks() -> list[Callback]:
-    """Make the callbacks of installed packages: each entry point is a function that returns a callback or several.
+    """Make the callbacks of installed packages; an entry point is a function that returns one or several callbacks.
 
     Raises:
         SettingError: one cannot be loaded, raises, or returns something else; names the distribution.
@@ -62,5 +62,5 @@ def _external(_: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
 def _changed(path: str) -> int:
     try:
         return os.stat(path or ".").st_mtime_ns
-    except OSError:  # there is no folder, as in a zip file that was deleted
+    except OSError:  # the folder does not exist, as in a zip file that was deleted
         return 0

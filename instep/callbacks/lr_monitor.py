@@ -1,4 +1,4 @@
-"""Log learning rates, and momenta and weight decays if asked."""
+"""Log learning rates; on request also momenta and weight decays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class LearningRateMonitor(Callback):
 
     The value at global step N is the one that the next optimizer step uses. Names: `lr-Adam`; `lr-Adam-1` for the
     second Adam; `/pg1`, `/pg2` or `/<name>` added for several parameter groups (a group's "name" key); a scheduler's
-    `name` from `configure_optimizers` replaces `lr-Adam`; `-momentum` and `-weight_decay` added for those.
+    `name` from `configure_optimizers` replaces `lr-Adam`. The names of momenta end in `-momentum`, those of weight
+    decays in `-weight_decay`.
 
     Args:
         logging_interval: "step": every `log_every_n_steps` steps, for 0 never; "epoch": at every epoch's start; None:
@@ -65,7 +66,7 @@ class LearningRateMonitor(Callback):
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
         self._logged_step = -1
-        # Set on this object, not on the class: other monitors need no call at every step.
+        # Set on this object, not on the class, so that other monitors have no call at every step.
         if logging_interval != "epoch":
             self.on_train_batch_start = self._before_batch
 
@@ -117,11 +118,11 @@ class LearningRateMonitor(Callback):
         type(self).on_train_batch_start(self, trainer, module, batch, batch_idx)  # a subclass may override the hook
         step, every = trainer.global_step, trainer.log_every_n_steps
         if every and step % every == 0 and step != self._logged_step:
-            self._logged_step = step  # with accumulation several batches belong to one step
+            self._logged_step = step  # with accumulation, several batches belong to one step
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A run resumed within the epoch has logged already.
+        # A run resumed within the epoch has already logged this epoch.
         if self.logging_interval != "step" and not trainer.position.inside:
             self._log(trainer, "epoch")
 
@@ -139,7 +140,7 @@ class LearningRateMonitor(Callback):
         if not lrs:
             return
         for name, value in lrs.items():
-            if name not in self.lrs:  # a second group was added; the only group had no number in its name until then
+            if name not in self.lrs:  # a second group was added; before that, the only group had no number in its name
                 self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
             values = self.lrs[name]
             values.append(value)

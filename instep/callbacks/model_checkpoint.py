@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _check_template(name: str, value: Any) -> None:
-    """Check that a template gives the name of a folder, whatever is logged."""
+    """Check that a template gives a valid folder name for any logged values."""
     expected = 'a template such as "{epoch}-{val_loss:.2f}"'
     try:
         folder = format_name(value, {}, True)
@@ -72,8 +72,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 class ModelCheckpoint(Callback):
     """Save checkpoints, and delete old ones once a newer one has verified.
 
-    A checkpoint is a folder that is committed in one instant or not at all. What to do is decided on the main process
-    and the same on all ranks. Without `monitor` the newest is kept (`save_top_k=1`) or all (-1).
+    A checkpoint is a folder that appears complete or not at all. The main process decides what to save and to delete,
+    for all ranks. Without `monitor`, the newest checkpoint is kept (`save_top_k=1`), or all are (-1).
 
     Args:
         dirpath: where, a folder or a URL such as "s3://bucket/run"; by default `checkpoints/` in the run folder.
@@ -177,7 +177,7 @@ class ModelCheckpoint(Callback):
         self.monitor = monitor
         self.verbose = verbose
         self.save_last = bool(save_last)
-        # With save_last=False the user does not want the newest checkpoint, although the run goes on by itself.
+        # With save_last=False the user does not want the newest checkpoint, even for a run that restarts by itself.
         self._only_ranked = save_last is False
         self.save_top_k = save_top_k
         self.save_on_exception = save_on_exception
@@ -200,17 +200,17 @@ class ModelCheckpoint(Callback):
         self.best_model_score: Tensor | None = None
         self.best_model_path = ""
         self.last_model_path = ""
-        # A step is judged when its checkpoint was ranked, or kept without a rank.
+        # A step is judged after its checkpoint was ranked, or kept without a rank.
         self._last_step_saved = self._last_step_judged = -1
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
-        self._top_k_before = 0  # top checkpoints of the run that this one continues
-        self._deferred = False  # a save by steps waits for the validation that gives its metric
+        self._top_k_before = 0  # number of top checkpoints in the run that this one continues
+        self._deferred = False  # True if a save by steps waits for the validation that gives its metric
         self._run_folder: Any = None  # the Trainer's run folder
 
     @property
     def dirpath(self) -> str | None:
-        """The folder of checkpoints: the given one, else the run's; None before the run has chosen it."""
+        """The folder of checkpoints: the given one, else the run's; None until the run's folder is known."""
         folder = self.own_folder or getattr(self._run_folder, "checkpoints", None)
         return None if folder is None else str(folder)
 
@@ -254,7 +254,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """Checkpoints that the policy keeps, with their scores; without one that is kept only as the newest."""
+        """Checkpoints that the policy keeps, with their scores; one that is kept only as the newest is left out."""
         scores = {one.key: math.nan if one.score is None else one.score for one in self._ranked()}
         return {key: torch.tensor(score, dtype=torch.float64) for key, score in scores.items()}
 
@@ -263,7 +263,7 @@ class ModelCheckpoint(Callback):
         return [one for one in self.saved if one.key in kept and (self.monitor is None or one.score is not None)]
 
     def _worst(self) -> Saved | None:
-        """Return the checkpoint that the next better one replaces, once there are `save_top_k`."""
+        """Return the checkpoint that the next better one replaces; None while there are fewer than `save_top_k`."""
         ranked = self._ranked() if self.monitor is not None else []
         return retention.best_first(ranked, self.mode)[-1] if ranked and len(ranked) == self.save_top_k else None
 
@@ -299,7 +299,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def settled_step(self) -> int:
-        """Step up to which nothing is lost: the newest that was saved, resumed from, or ranked and not kept; else 0."""
+        """Step up to which no save is due: the newest that was saved, resumed from, or ranked and not kept; else 0."""
         last = 0 if self._position_saved is None else int(self._position_saved["global_step"])
         return max(last, self._last_step_saved, *(saved.step for saved in self.saved), 0)
 
@@ -310,10 +310,10 @@ class ModelCheckpoint(Callback):
 
     @property
     def keeps_newest(self) -> bool:
-        """Return True if a run that goes on by itself keeps its newest full state too, by this callback's schedule."""
+        """Return True if a run that restarts by itself keeps its newest full state, by this callback's schedule."""
         return not (self._only_ranked or self.saves_nothing)
 
-    # ---- when
+    # ---- when to save
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._run_folder = trainer.run_folder
@@ -327,7 +327,7 @@ class ModelCheckpoint(Callback):
             self._warn_of_another_folder(trainer, trainer.resumed_from, apart)
             self._position_saved = trainer.position.reached
             about = trainer.resumed_from.manifest.info
-            # Another callback saved this checkpoint: this callback's own save may still be due.
+            # If another callback saved this checkpoint, this callback's own save may still be due.
             if about.get("saver") == self.state_key:
                 self._last_step_saved = trainer.global_step
                 # A checkpoint without a rank was saved before the validation that ranks it.
@@ -340,9 +340,9 @@ class ModelCheckpoint(Callback):
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
     def _forget_missing(self, trainer: Trainer) -> list[str]:
-        """Remove checkpoints from the list that the main process does not find on the disk, or that are not this run's.
+        """Remove checkpoints from the list that the main process does not find on the disk, or that another run saved.
 
-        A run that goes on in another folder, or counts from 0 again, leaves the checkpoints of the first one alone.
+        A run that continues in another folder, or counts steps from 0 again, leaves the first run's checkpoints alone.
 
         Returns:
             Ranked ones that are there, but in another folder.
@@ -359,10 +359,10 @@ class ModelCheckpoint(Callback):
         return apart
 
     def _warn_of_another_folder(self, trainer: Trainer, resumed: Reader, apart: list[str]) -> None:
-        """Name the ranked checkpoints of the run before, where none of them lies in the folder of this one."""
+        """Warn about the ranked checkpoints of the last run if none of them is in this run's folder."""
         about = resumed.manifest.info
         if about.get("saver") == self.state_key and about.get("score") is not None:
-            # A checkpoint's list of others does not contain the checkpoint itself.
+            # A checkpoint is saved before it joins the list, so its own list lacks it.
             apart += [str(resumed.path)] * (resumed.path.parent != self.own_folder)
         ranked = any(saved.score is not None for saved in self.saved)
         if apart and not ranked and self.own_folder is not None and trainer.is_global_zero:
@@ -372,7 +372,7 @@ class ModelCheckpoint(Callback):
             )
 
     def _warn_of_fewer(self, trainer: Trainer) -> None:
-        """Name the ranked checkpoints that a resumed run with a smaller `save_top_k` deletes at its next save."""
+        """Name the ranked checkpoints that a resumed run with a smaller `save_top_k` will delete at its next save."""
         ranked = [saved for saved in self.saved if saved.score is not None]
         kept = self.policy.kept(self.saved)
         gone = [saved.key for saved in ranked if saved.key not in kept]
@@ -388,10 +388,10 @@ class ModelCheckpoint(Callback):
         return self._path(saved.key).parent == here and saved.step <= trainer.global_step
 
     def _add_committed(self, trainer: Trainer, resumed_from: Reader) -> None:
-        """Add checkpoints to the list that were committed after it was saved.
+        """Add checkpoints that were committed after the list was saved.
 
-        These are the one that the run is resumed from and, in the background, one that was being written at that time.
-        What another callback or the user saved is left out.
+        These are the checkpoint that the run resumes from and, with saves in the background, one that was being written
+        when the list was saved. Checkpoints of another callback or of the user are left out.
         """
         self.last_model_path = str(resumed_from.path)
         found: list[CheckpointInfo] = []
@@ -407,7 +407,7 @@ class ModelCheckpoint(Callback):
             if key in known:
                 self.saved.append(known[key])
             elif about.get("saver") == self.state_key and trainer.line.has(info.manifest.run_id, info.step):
-                # One of weights alone, of a later step, has no score: when its step is saved again, it is deleted.
+                # A weights-only checkpoint of a later step gets no score; it is deleted when its step is saved again.
                 if info.step > trainer.global_step:
                     score = None
                 self.saved.append(Saved(key, info.step, None if score is None else float(score)))
@@ -420,7 +420,7 @@ class ModelCheckpoint(Callback):
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:
-            # Rank and name of a checkpoint come from the validation of the same step.
+            # A checkpoint gets its rank and name from the validation at the same step.
             waits = trainer._validates_now and (self.monitor is not None or _METRIC_IN_NAME(self.filename or ""))
             first = not waits and self.monitor is not None and trainer.enable_validation
             self._deferred = bool(waits or (first and trainer.agree(self.monitor not in _values(trainer))))
@@ -428,7 +428,7 @@ class ModelCheckpoint(Callback):
             if not self._deferred:
                 self._save(trainer)
         elif self._next_time != math.inf and time.monotonic() >= self._next_time:
-            trainer.set_trigger("save", self.state_key)  # until this callback's save is due
+            trainer.set_trigger("save", self.state_key)  # repeated until this callback's save is due
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._deferred and not trainer.sanity_checking and trainer.state.fn == "fit":
@@ -442,20 +442,20 @@ class ModelCheckpoint(Callback):
             self._save_by_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Wait for the save under way and, with `save_last`, save the end of the run too."""
+        """Wait for the save in progress; with `save_last`, save the end of the run too."""
         self._finish_pending(trainer)
         if self.save_last and self._last_step_saved != trainer.global_step:
             self._save(trainer, last=True, at_once=True)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         pending, self._pending = self._pending, None
-        # The run waited for the earlier save as long as it could.
+        # The run has waited for the earlier save as long as it could.
         if pending is not None and pending[0].path is not None:
             self._record(trainer, pending[0].path, pending[1])
         if not self.save_on_exception or isinstance(exception, Preempted | NonFiniteError) or trainer.global_step == 0:
             return
         if device_failed(exception, module.device):
-            return  # The error that is raised says so, and names the last checkpoint.
+            return  # The error that is raised says this too, and names the last checkpoint.
         if all_arrive(timeout_s=10.0):
             kind = "weights" if self.save_weights_only else "exception"
             name = self._name(trainer)
@@ -496,11 +496,11 @@ class ModelCheckpoint(Callback):
         if due and self._last_step_judged != trainer.global_step:
             self._save(trainer)
 
-    # ---- what
+    # ---- what to save
 
     @property
     def _folders(self) -> list[Path | None]:
-        """Folders in which this callback's checkpoints may lie; None is the run's."""
+        """Folders that may hold this callback's checkpoints; None is the run's folder."""
         return [self.own_folder]
 
     def _path(self, text: str) -> Path:
@@ -509,7 +509,7 @@ class ModelCheckpoint(Callback):
     def _save(
         self, trainer: Trainer, last: bool = False, full: bool = False, at_once: bool = False, must: bool = False
     ) -> None:
-        """Save if the policy keeps the checkpoint, then delete those that it keeps no longer.
+        """Save if the policy keeps the checkpoint, then delete those that it no longer keeps.
 
         Args:
             last: save it without a rank, also where the policy would not keep it.
@@ -518,13 +518,13 @@ class ModelCheckpoint(Callback):
             must: raise an error whatever `on_error` says.
         """
         self._finish_pending(trainer)
-        # A save that was not due is kept as the newest, but not ranked: nobody has measured this very step.
+        # A save that was not due is kept as the newest but not ranked, since nobody has measured this step.
         score = None if last or self.monitor is None else self._score(trainer)
-        # A score of nan is judged, but no better than none: the checkpoint is the newest, without a rank.
+        # A score of nan counts as judged, but as no score: the checkpoint is kept as the newest, without a rank.
         bad = score is not None and math.isnan(score)
         new = Saved("", trainer.global_step, None if bad else score)
         newest = self._want_newest(trainer)
-        # A resumed run may validate and rank once more what it had saved before it was broken off.
+        # A resumed run may validate and rank steps again that the interrupted run had saved.
         again = [] if last else [one for one in self.saved if one.step == new.step]
         others = [one for one in self.saved if one not in again]
         wanted = self.save_last or self.keep is not None or self.policy.takes(new, others)
@@ -534,7 +534,7 @@ class ModelCheckpoint(Callback):
             self._last_step_judged = trainer.global_step
         wanted = trainer.agree(wanted)
         if last and not wanted and newest is not None:
-            newest.take(trainer, at_once, must)  # the newest checkpoint of the run, which is none of the ranked ones
+            newest.take(trainer, at_once, must)  # the newest checkpoint of the run, which is not one of the ranked ones
         if not wanted and not (last and newest is None):
             return
         self.current_score = self.current_score if score is None else _tensor(score)
@@ -553,24 +553,25 @@ class ModelCheckpoint(Callback):
             self._finish_pending(trainer, must)
 
     def _want_newest(self, trainer: Trainer) -> NewestState | None:
-        """Request a save of the newest full state now; return its saver, or None where the run keeps none."""
+        """Request a save of the newest full state now; return its saver, or None if the run keeps no newest state."""
         newest = trainer.saver.newest if self.keeps_newest else None
         if newest is not None:
             newest.due = True
         return newest
 
     def _finish_pending(self, trainer: Trainer, must: bool = False) -> None:
-        """Wait for the save under way. Collective, the same on all ranks."""
+        """Wait for the save in progress. Collective; all ranks return the same."""
         if self._pending is None:
             return
         (pending, new), self._pending = self._pending, None
-        reached, self._position_saved = self._position_saved, None  # None until the save is known to be on the disk
+        # stays None until the save is known to be on the disk
+        reached, self._position_saved = self._position_saved, None
         try:
             path = trainer.saver.finish(pending)
         except Exception as error:  # noqa: BLE001  `_fail` decides
             if pending.path is not None:  # checkpoints that could not be deleted stay in the list
                 self._record(trainer, pending.path, new)
-                # A pending save with a path and an error: a logger failed after the save.
+                # A pending save with a path and an error means that a logger failed after the save.
                 self._drop_deleted(trainer, () if pending.error else pending.dropped)
             self._fail(trainer, error, must)
         else:
@@ -601,7 +602,7 @@ class ModelCheckpoint(Callback):
             print_text(trainer, f"deleted {path}")
 
     def _find_best(self) -> None:
-        """Set the best checkpoint of those kept; if none has a score, the best one does not change."""
+        """Find the best of the kept checkpoints; if none has a score, keep the best one as it is."""
         if self.monitor is None:
             self.best_model_path = self.saved[-1].key if self.saved else ""
             return
@@ -635,7 +636,7 @@ _METRIC_IN_NAME = re.compile(r"\{(?!(?:epoch|step)[:}])[^{}]").search
 
 
 def _values(trainer: Trainer) -> dict[str, float]:
-    """Return what a checkpoint can be ranked by or named after: metrics, and `epoch` and `step`, logged or not."""
+    """Return the values for ranks and names of checkpoints: metrics, and `epoch` and `step`, logged or not."""
     values: dict[str, float] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     for name, counted in (("epoch", trainer.position.epoch), ("step", trainer.global_step)):
         logged = values.get(name, math.nan)
@@ -644,12 +645,12 @@ def _values(trainer: Trainer) -> dict[str, float]:
 
 
 def _tensor(score: float | None) -> Tensor | None:
-    """Return a score as users of Lightning read it: a 0-dim tensor, of float64 as metrics are."""
+    """Return a score as a 0-dim float64 tensor, as in Lightning."""
     return None if score is None else torch.tensor(score, dtype=torch.float64)
 
 
 def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: int) -> Retention:
-    """Retention policy from `save_top_k` and `keep`."""
+    """Make the retention policy from `save_top_k` and `keep`."""
     if keep is None:
         if save_top_k == -1:
             return retention.KeepAll()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 UNKNOWN_SIZE = "?"
 LEFTOVER_PARAMS_NAME = "other params"
-_NUMBERS = ("Params", "Trainable", "FLOPs")  # columns of numbers, which stand on the right
+_NUMBERS = ("Params", "Trainable", "FLOPs")  # columns of numbers, which are aligned right
 _MB = 1_000_000
 
 
@@ -44,8 +44,8 @@ def _check_depth(depth: Any) -> int:
 class SummaryRow:
     """Row of one module: dotted name, class, parameters (elements), trained ones, mode and work.
 
-    Sizes and operations are known where the whole module has an `example_input_array`: the shapes of its first input
-    and output, nested as the data are, and the floating-point operations of its forward pass; None where unknown.
+    Sizes and operations are known if the whole module has an `example_input_array`. They are the shapes of the first
+    input and output, nested like the data, and the floating-point operations of the forward pass. None if unknown.
     """
 
     name: str
@@ -62,8 +62,9 @@ class SummaryRow:
 class Summary:
     """Sizes of a module and its parts, as `summarize` counts them; `str` gives the table as plain text.
 
-    Tied parameters count once in the totals. Parameters of lazy modules count 0 until they have a shape. The object has
-    the names of Lightning's `ModelSummary` too: `total_parameters`, `layer_names`, `in_sizes`, `total_flops` and so on.
+    Tied parameters count once in the totals. Parameters of lazy modules count 0 until they have a shape. The object
+    also has the attributes of Lightning's `ModelSummary`: `total_parameters`, `layer_names`, `in_sizes`, `total_flops`
+    and so on.
     """
 
     rows: tuple[SummaryRow, ...]
@@ -92,10 +93,10 @@ class Summary:
 
     @property
     def size_mb(self) -> float:
-        """Parameters and buffers in megabytes of 1,000,000 bytes, by their dtypes now."""
+        """Parameters and buffers in megabytes of 1,000,000 bytes, by their present dtypes."""
         return (self.params_bytes + self.buffers_bytes) / _MB
 
-    # Lightning's names
+    # names that Lightning uses
 
     total_parameters = property(lambda self: self.total_params)
     trainable_parameters = property(lambda self: self.trainable_params)
@@ -228,7 +229,7 @@ def _measure(
         if first.dtype in (torch.float16, torch.bfloat16):
             example = map_leaves(lambda leaf: _as(leaf, first.dtype), example)
     counter = FlopCounter()
-    run = module._call_impl  # called past the compiler, which would need its time for this one run
+    run = module._call_impl  # called without the compiler, which would take long for this one run
     with ExitStack() as stack:
         for name, child in shown.items():
 
@@ -240,11 +241,12 @@ def _measure(
                 given = (*args, *kwargs.values())
                 sizes.setdefault(name, (_shape(given[0] if len(given) == 1 else given), _shape(output)))
 
-            if not isinstance(child, torch.jit.ScriptModule):  # a ScriptModule takes no such hooks
+            if not isinstance(child, torch.jit.ScriptModule):  # a ScriptModule does not accept such hooks
                 stack.callback(child.register_forward_pre_hook(begin).remove)
                 stack.callback(child.register_forward_hook(end, with_kwargs=True).remove)
         stack.enter_context(torch.no_grad())
-        stack.enter_context(isolate_rng())  # the random state is put back: a run with a summary equals one without
+        # restores the random state, so that a run with a summary equals a run without
+        stack.enter_context(isolate_rng())
         stack.enter_context(_kept(module))
         module.eval()
         stack.enter_context(counter)
@@ -310,7 +312,7 @@ class ModelSummary(Callback):
         self._summarize_kwargs = summarize_kwargs
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # Counted on every rank: a sharded module may gather to tell its size.
+        # Counted on every rank, since a sharded module may need collectives to count.
         summary = summarize(module, self.max_depth)
         if not trainer.is_global_zero:
             return
@@ -394,7 +396,7 @@ def _totals(params: int, trainable: int, size_mb: float, flops: int) -> list[str
 
 
 def _plain(columns: list[tuple[str, list[str]]]) -> list[str]:
-    """Write the columns as lines of text; nothing where there are no rows."""
+    """Format the columns as lines of text; no lines if there are no rows."""
     padded = []
     for title, texts in columns:
         width = max(len(text) for text in (title, *texts))
@@ -405,7 +407,7 @@ def _plain(columns: list[tuple[str, list[str]]]) -> list[str]:
 
 
 def _print_rich(columns: list[tuple[str, list[str]]], totals: list[str], header_style: str, **look: Any) -> None:
-    from rich.console import Console  # slow to import, and only needed where it is drawn
+    from rich.console import Console  # slow to import, so imported only when a table is drawn
     from rich.table import Table
 
     console = Console()
@@ -438,7 +440,7 @@ def count(number: int) -> str:
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    # An empty tensor replaces a parameter under DeepSpeed's stage 3; `ds_numel` is the size of the whole.
+    # Under DeepSpeed's stage 3 an empty tensor replaces a parameter; `ds_numel` is the size of the whole parameter.
     return 0 if nn.parameter.is_lazy(tensor) else getattr(tensor, "ds_numel", tensor.numel())
 
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 _STAGES = ("train", "validate", "test")
-_AGAIN_S = 1.0  # a stop that the Trainer may not follow yet (min_steps) is asked for again, but not at every step
+# seconds until a stop is requested again that the Trainer may not follow yet (min_steps); not at every step
+_AGAIN_S = 1.0
 
 
 class Timer(Callback):
@@ -47,7 +48,7 @@ class Timer(Callback):
             None if duration is None else parse_duration("duration", duration, or_zero=True).total_seconds()
         )
         self.interval = choice("step", "epoch")("interval", interval)
-        if interval == "step":  # set on this object, not on the class: other timers need no call at every step
+        if interval == "step":  # set on this object, not on the class, so that other timers have no call at every step
             self.on_train_batch_end = self._after_batch
         self.verbose = verbose
         self._start: dict[str, float] = {}
@@ -57,15 +58,15 @@ class Timer(Callback):
         self._warned = False
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Time at which this stage last began, in seconds of `time.monotonic`; None if it did not."""
+        """Time at which this stage last began, in seconds of `time.monotonic`; None if it has not begun."""
         return self._start.get(_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Time at which this stage last ended, in seconds of `time.monotonic`; None if it did not."""
+        """Time at which this stage last ended, in seconds of `time.monotonic`; None if it has not ended."""
         return self._end.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds spent in this stage, in earlier runs too."""
+        """Return the seconds spent in this stage, including earlier runs."""
         stage = _stage(stage)
         start = self._start.get(stage)
         if start is None:

@@ -1,4 +1,4 @@
-"""The config file of launches: which one holds, what it says, and writing it."""
+"""The config file of launches: finding, reading and writing it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE_VARIABLE = "INSTEP_CONFIG_FILE"
 NO_FILE = "none"
 _OF_FIT = {"model", "data", "trainer", "ckpt_path", "seed_everything"}
 _OF_ACCELERATE = {"compute_environment", "distributed_type"}
-_FEW = 8  # most problems of a kind that are listed one by one
+_FEW = 8  # most problems of one kind that are listed one by one
 _HEAD = "# Settings of `instep launch`. `instep config show` explains them, `instep config update` changes them.\n"
 
 
@@ -35,7 +35,7 @@ def templates() -> dict[str, str]:
 
 
 def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Find the config file that applies, as `resolve` describes it; None for no file.
+    """Find the config file to use, in the order that `resolve` describes; None for no file.
 
     Raises:
         SettingError: the file that was asked for is not there.
@@ -46,7 +46,7 @@ def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> P
         return None
     if config is None:
         return default_file(environ) if default_file(environ).is_file() else None
-    path = Path(os.path.expanduser(config))  # Path.expanduser raises where there is no home
+    path = Path(os.path.expanduser(config))  # Path.expanduser raises if there is no home folder
     if path.is_file():
         return path
     template = TEMPLATES / f"{config}.yaml"
@@ -91,7 +91,7 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         name = str(key.value)
         if check_names and name not in NAMES:
             unknown += 1
-            if unknown <= _FEW:  # a near name takes a millisecond to find
+            if unknown <= _FEW:  # finding a similar name takes a millisecond
                 problems.append(f"{where}: {advice(name)}")
         if values.get(key.value) is not None:  # `name:` without a value leaves the setting open
             said[name] = values[key.value], where
@@ -118,7 +118,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def write_file(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a config file: whole, or not at all."""
+    """Write a config file in one step, so that it is whole at any time."""
     import yaml  # late: loads a C library
 
     ordered = {name: values[name] for name in NAMES if name in values}
@@ -129,7 +129,7 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def repeated_keys(root: Any, path: object) -> list[str]:
-    """Describe keys that stand twice in a YAML mapping, at any depth: the last one would win.
+    """Describe keys that occur twice in a YAML mapping, at any depth; YAML would use the last one.
 
     Args:
         root: what `yaml.compose` returns.
@@ -137,7 +137,7 @@ def repeated_keys(root: Any, path: object) -> list[str]:
     """
     said: list[str] = []
     nodes = [] if root is None else [("", root)]
-    seen: set[int] = set()  # an alias is a node that was there before
+    seen: set[int] = set()  # for an alias, the same node occurs again
     for above, node in nodes:  # the list grows during the loop
         if id(node) in seen or len(said) >= _FEW:
             continue
@@ -147,7 +147,7 @@ def repeated_keys(root: Any, path: object) -> list[str]:
         lines: dict[tuple[str, str], int] = {}
         for key, inner in node.value if node.id == "mapping" else ():
             name, line, known = f"{above}{key.value}", key.start_mark.line + 1, (key.tag, str(key.value))
-            if known in lines and key.tag != "tag:yaml.org,2002:merge":  # `<<:` may stand in a mapping more than once
+            if known in lines and key.tag != "tag:yaml.org,2002:merge":  # `<<:` may occur in a mapping more than once
                 said.append(f"{path}:{line}: {name} stands there twice (also in line {lines[known]})")
             lines[known] = line
             nodes.append((f"{name}.", inner))

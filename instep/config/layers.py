@@ -1,7 +1,7 @@
 """Sources of the settings of a launch: command line, then config file, then environment, then the default.
 
-A setting that a higher source names hides those below, but the members of `env` and `rdzv_conf`, and the options of one
-and the same strategy, are taken from all.
+A setting in a higher source hides the same setting in lower sources. Exceptions are `env`, `rdzv_conf` and the options
+of one strategy: their members are merged from all sources.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Launch:
 def resolve(
     command_line: Layer | None = None, config: str | None = None, environ: Mapping[str, str] | None = None
 ) -> Launch:
-    """Resolve the settings that apply.
+    """Resolve the settings from all sources.
 
     Args:
         command_line: what it says, by setting, with the word that says it.
@@ -80,7 +80,7 @@ def resolve(
 
 
 def put(layer: Mapping[str, Any], where: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Merge the settings of a source over those of lower ones.
+    """Merge the settings of a source over those of lower sources.
 
     Args:
         layer: checked values.
@@ -100,7 +100,7 @@ def put(layer: Mapping[str, Any], where: Mapping[str, str], values: dict[str, An
     hidden = {"devices": "num_processes", "num_processes": "devices"}
     gone = [hidden[name] for name in layer if name in hidden]
     if "strategy" in layer and layer["strategy"] != values.get("strategy"):
-        gone.append("strategy_options")  # the options were given for another strategy
+        gone.append("strategy_options")  # the lower source gave these options for another strategy
     for name in gone:
         values.pop(name, None)
         sources.pop(name, None)

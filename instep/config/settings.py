@@ -1,4 +1,4 @@
-"""Settings of a launch: one dataclass, the schema of the config file, of `instep launch` and of its variables."""
+"""Settings of a launch: one dataclass, which defines the config file, `instep launch` and its variables."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class LaunchSettings:
 
     @property
     def least_nodes(self) -> int | None:
-        """Fewest machines with which an elastic job goes on; None for a job that is not elastic."""
+        """Fewest machines with which an elastic job continues; None for a job that is not elastic."""
         return int(self.num_nodes.partition(":")[0]) if isinstance(self.num_nodes, str) else None
 
 
@@ -173,7 +173,7 @@ def about(name: str) -> About:
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """List the allowed values of a setting; empty if it is open.
+    """List the allowed values of a setting; empty if any value is allowed.
 
     Example:
         >>> choices("rdzv_backend")
@@ -232,7 +232,7 @@ def _resolve(name: str, value: Any) -> Any:
 def pairs(name: str, text: str) -> dict[str, Any]:
     """Read the members of a setting that is a mapping: `{"a": 1}`, or `a=1,b=2`.
 
-    In `env` the second form is one member only, which may have commas.
+    In `env` the second form gives one member only, whose value may contain commas.
 
     Raises:
         SettingError: the text is neither.
@@ -275,7 +275,7 @@ def schema() -> dict[str, Any]:
 
 
 def advice(name: str, spelled: str = "{}") -> str:
-    """Return what to do about a name that is no setting.
+    """Return what to do about a name that is not a setting.
 
     Args:
         name: of a setting, or an option.
@@ -305,7 +305,7 @@ def _spell(name: str, spelled: str) -> str:
 
 
 def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Put another launcher's config file into instep's names.
+    """Convert another launcher's config file to instep's names.
 
     Returns:
         The settings, and a line for each name that could not be taken over.
@@ -342,7 +342,7 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def gpu_ids(value: object) -> str:
-    """Convert Accelerate's `gpu_ids` to `devices`, where a single number is a count.
+    """Convert Accelerate's `gpu_ids` to `devices`, where a single number means a count.
 
     Example:
         >>> gpu_ids("all"), gpu_ids("0,1"), gpu_ids(1)

@@ -1,4 +1,4 @@
-"""The `LaunchSpec` that the engine runs, made from the settings of a launch and this node's place in the job."""
+"""The `LaunchSpec` that the engine runs, made from a launch's settings and this node's place in the job."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
             got=settings.num_nodes,
         )
     c10d = settings.rdzv_backend == "c10d" or (settings.rdzv_backend is None and settings.least_nodes is not None)
-    # What is in MASTER_ADDR and MASTER_PORT of a machine that is alone is some other job's.
+    # MASTER_ADDR and MASTER_PORT in the environment of a single machine are those of another job.
     master_addr = "127.0.0.1" if num_nodes == 1 else settings.master_addr
     master_port = None if num_nodes == 1 else settings.master_port
     if node is not None:
@@ -107,11 +107,11 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
     if c10d and endpoint is None and master_port is not None:
         endpoint = f"{master_addr}:{master_port}"
     if c10d and settings.ray is not None:
-        endpoint = settings.ray  # the address is known when Ray has found the machines
+        endpoint = settings.ray  # the address is known only after Ray has found the machines
     _warn_of_unused(launch, num_nodes, c10d)
     nproc = count_ranks(launch, num_nodes)
     if settings.ray is not None and not c10d:
-        nproc, num_nodes = nproc * num_nodes, 1  # Ray finds the places, and where they meet
+        nproc, num_nodes = nproc * num_nodes, 1  # Ray chooses the machines and their meeting point
     return LaunchSpec(
         nproc,
         tuple(("-m", *program) if module else program if python else program[1:]),
@@ -156,7 +156,7 @@ def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
 
 
 def rank_environment(launch: Launch) -> dict[str, str]:
-    """Make the ranks' variables: only the settings that were given for them.
+    """Make the ranks' variables: only settings that were given explicitly.
 
     Raises:
         SettingError: options without a strategy.
@@ -164,11 +164,11 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     settings, given = launch.settings, launch.given()
     launch.check()
     added = as_variables({name: value for name, value in given.items() if name in VARIABLES})
-    # Always set: the agent kills the ranks after this time.
+    # Always set, since the agent kills the ranks after this time.
     added[variable_of("grace_period_s")] = str(settings.grace_period_s)
     if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
         added[variable_of("strategy_options")] = ""  # the options were given for another strategy
-    # A rank that launches processes itself gives them these settings: a file that was declined is not found again.
+    # A rank that launches processes itself passes on these settings, so a declined file is not found again.
     added[FILE_VARIABLE] = NO_FILE if launch.file is None else str(launch.file.resolve())
     if settings.cpu_threads is not None:
         added["OMP_NUM_THREADS"] = str(settings.cpu_threads)

@@ -1,4 +1,4 @@
-"""What a rank can still do with the others, or without them, once an error has ended its run."""
+"""What a rank can still do after an error has ended its run, with the other ranks or alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Alone(RankGroup):
-    """A group of this process alone, for when the others may be gone."""
+    """A group of this process alone, for the case that the others are gone."""
 
     def rank_and_size(self) -> tuple[int, int]:
         return 0, 1
 
 
-# Tags that no other message has: a rank that is elsewhere must not take these for its own.
+# Tags that no other message has, so that a rank elsewhere cannot read these as its own messages.
 _HERE, _ALL_HERE = 7_301, 7_302
 
 
@@ -41,9 +41,9 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def device_failed(error: BaseException, device: torch.device) -> bool:
-    """Return whether the device fails at every call since an error, such as an illegal access to its memory.
+    """Return whether the device fails at every call since an error, such as an illegal memory access.
 
-    The device is asked only where the error is its own: it may wait for a rank that will not come.
+    The device is tried only if the error came from it, since a call may wait for a rank that will not come.
 
     Args:
         error: what ended the run.
@@ -62,8 +62,8 @@ def device_failed(error: BaseException, device: torch.device) -> bool:
 def all_arrive(timeout_s: float) -> bool:
     """Return whether every rank arrives within `timeout_s` after an error. No rank waits much longer.
 
-    Not by `monitored_barrier`, in which all but the first rank wait as long as the group does: half an hour. After
-    False the control group is closed.
+    `monitored_barrier` is not used, since all ranks but the first would wait for the group's time-out of half an hour.
+    After False the control group is closed.
     """
     group = PartialState().control_group
     if group is None:
@@ -73,7 +73,8 @@ def all_arrive(timeout_s: float) -> bool:
     try:
         if group.rank() != 0:
             _finish(isend(word, 0, group, _HERE), deadline_s)
-            _finish(irecv(word, 0, group, _ALL_HERE), deadline_s + 1.0)  # the first rank's clock may be behind
+            # one second more, since the first rank's clock may be behind
+            _finish(irecv(word, 0, group, _ALL_HERE), deadline_s + 1.0)
             return True
         for each in [irecv(torch.zeros(1), rank, group, _HERE) for rank in range(1, group.size())]:
             _finish(each, deadline_s)

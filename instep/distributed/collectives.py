@@ -1,9 +1,9 @@
 """Collectives on nested tensors.
 
-All of them first compare what the ranks are about to do (operation, structure, shapes, dtypes); `objects.py` says how.
-`all_reduce_` is the bare operation for code that runs often and knows its tensors.
+Each collective first compares what the ranks are about to do (operation, structure, shapes, dtypes); see `objects.py`.
+`all_reduce_` compares nothing, for code that runs often and knows its tensors.
 
-With one process nothing is sent, and results are as with several: a 0-dim tensor gathers to shape (1,).
+With one process nothing is sent, and results have the same form as with several: a 0-dim tensor gathers to shape (1,).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def gather(data: Any) -> Any:
 
 
 def gather_ragged(data: Any, rows: int | None = None) -> Any:
-    """Concatenate tensors of all ranks along dimension 0, where ranks may have different numbers. A collective.
+    """Concatenate tensors of all ranks along dimension 0; ranks may have different numbers of tensors. A collective.
 
     Args:
         data: a tensor or nested tensors of one structure and dtype on all ranks, and of one shape but for dimension 0,
@@ -146,7 +146,7 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if op == "none" or state.num_processes == 1:
         return tensor
     announce(state.control_group, f"all_reduce_({op})", _described("", tensor, tuple(tensor.shape)))
-    # Nothing was compared before, so not the group where a rank alone may meet messages of another size.
+    # Nothing was compared before, so do not use the group in which a rank may get messages of another size.
     group = step_group() if tensor.device.type == "cpu" else None
     with _awaited(state, f"all_reduce_({op})"):
         dist.all_reduce(tensor, op=_OPS[op], group=group)
@@ -234,12 +234,12 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) ->
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as bytes: backends move bytes, but know few dtypes by name."""
+    """View a contiguous tensor as bytes, since backends move bytes but know few dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _group_of(state: PartialState, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Choose the group for a tensor: gloo for a CPU tensor, which the default group of a GPU job may not support."""
+    """Choose the group for a tensor: gloo for a CPU tensor, which a GPU job's default group may not support."""
     return state.control_group if tensor.device.type == "cpu" else None
 
 
@@ -255,7 +255,7 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the rows of all ranks, which have the same number each."""
+    """Gather the rows of all ranks, of which each has the same number."""
     if state.num_processes == 1:
         return tensor
     rows = tensor.new_empty((state.num_processes * tensor.shape[0], *tensor.shape[1:]))
@@ -267,11 +267,11 @@ def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Gather the rows of all ranks, where each rank has its own number of rows."""
+    """Gather the rows of all ranks, of which each may have another number."""
     longest = max(counts)
     if min(counts) == longest:
         return _all_gather(state, tensor)
-    # Backends gather tensors of equal size only; the filling is cut off below.
+    # Backends gather only tensors of equal size; the padding is cut off below.
     filled = tensor.new_zeros((longest, *tensor.shape[1:]))
     filled[: tensor.shape[0]] = tensor
     parts = _all_gather(state, filled).split(longest)
@@ -279,12 +279,12 @@ def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int
 
 
 def _described(where: str, tensor: torch.Tensor, shape: Any) -> str:
-    kind = tensor.device.type  # CPU tensors take another backend than those of a device
+    kind = tensor.device.type  # CPU tensors use another backend than device tensors
     return f"{where or 'tensor'}: {tensor.dtype} {shape}{'' if kind == 'cpu' else f' on {kind}'}"
 
 
 def _check_alike(operation: str, data: Any) -> PartialState:
-    """Check that all ranks do the same thing to tensors of the same kind; return the process state."""
+    """Check that all ranks call the same operation with tensors of the same kind; return the process state."""
     leaves = tensor_leaves(data, operation.partition("(")[0])
     state = PartialState()
     if state.control_group is not None:

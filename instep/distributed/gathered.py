@@ -11,11 +11,11 @@ from instep.distributed import gather_object
 from instep.distributed.nested import map_leaves
 from instep.state import PartialState
 
-_AT_ONCE = 32  # batches that ranks exchange in one message
+_AT_ONCE = 32  # batches in one message between ranks
 
 
 def gather_in_order(outputs: Sequence[Sequence[Any]], data_rank: int) -> list[list[Any]]:
-    """Give every rank the outputs of all: batch by batch, of each the ranks' parts in their order. Collective.
+    """Give every rank the outputs of all ranks: batch by batch, each batch in the order of ranks. Collective.
 
     Args:
         outputs: for each loader this rank's outputs by batch, on the CPU; anything that can be pickled.
@@ -40,7 +40,7 @@ def _of_loader(kept: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 
 def _alone(leaf: Any) -> Any:
-    """Return a copy of a tensor if it is a view, since a pickle would include the whole storage."""
+    """Return a copy of a tensor that is a view, since a pickle would include the whole storage."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
     return leaf

@@ -1,10 +1,10 @@
 """The heartbeat of this process, and the watchdog that ends it when the ranks hang.
 
-The loops write the step and the batch into the node's heartbeat file: two stores into mapped memory per step. All else
-is done by a thread that looks at the numbers of all ranks on the node a few times in `hang_timeout_s`. In a hang it
-writes where this rank is, waits a moment for the others' reports, and ends the process with code 76. A rank that is
-stopped cannot, and is named by those that can, or by the agent. Where Python itself cannot run, since code in C keeps
-it locked, `faulthandler`'s own thread writes the stacks; the watchdog sets its alarm anew about once per second.
+The loops write the step and the batch into the node's heartbeat file: two stores into mapped memory per step. A thread
+does the rest: a few times in `hang_timeout_s` it reads the numbers of all ranks on the node. In a hang it writes where
+this rank is, waits briefly for the others' reports, and ends the process with code 76. A stopped rank cannot do so; the
+other ranks or the agent name it. If Python cannot run because C code holds its lock, `faulthandler`'s own thread writes
+the stacks; the watchdog resets the alarm of this thread about once per second.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from instep.utils.untrusted_files import clean
 __all__ = ["BATCH", "STEP", "Heartbeat", "heartbeat"]
 
 _TOGETHER_S = 3.0  # seconds from the first rank's report to the last one's
-_AT_ONCE_S = 5.0  # seconds, if writing the report hangs in turn, as on a bad disk
+_AT_ONCE_S = 5.0  # seconds in case writing the report hangs too, as on a bad disk
 _CALLS = 12
 _COLLECTIVES = ("rank_records.py", "messages.py", "barriers.py", "collectives.py", "objects.py")
 _RECORDS = 5
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
-# Functions of a torch with NCCL, and for any backend since torch 2.11.
+# Functions of a torch with NCCL; since torch 2.11 of any backend.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def recorded() -> list[dict[str, Any]]:
     """List the latest collectives, the oldest first; empty if this torch records none.
 
-    Safe in any thread, while the others wait for a device or another rank.
+    Safe in any thread, also while other threads wait for a device or another rank.
     """
     from torch._C import _distributed_c10d as c10d  # late: torch.distributed may be missing
 
@@ -114,13 +114,13 @@ class Heartbeat:
         self.numbers[RANK], self.numbers[PID] = PartialState().process_index, self.pid
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, one of `PHASES`: at the same places of the program on all ranks."""
+        """Begin a phase, one of `PHASES`; all ranks call this at the same places of the program."""
         self.numbers[BATCH] = -1
         self.numbers[PHASE] = PHASES.index(phase)
         self.numbers[TURN] += 1
 
     def place(self) -> dict[str, Any]:
-        """Return where this rank is: its step, batch (None: none yet in this loop) and phase."""
+        """Return where this rank is: its step, batch (None: no batch yet in this loop) and phase."""
         batch = self.numbers[BATCH]
         return {
             "step": self.numbers[STEP],
@@ -130,7 +130,7 @@ class Heartbeat:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Enter a phase inside another one, which goes on afterwards."""
+        """Enter a phase inside another phase, which continues afterwards."""
         outer, batch = PHASES[self.numbers[PHASE]], self.numbers[BATCH]
         self.enter(phase)
         yield
@@ -163,7 +163,7 @@ class Heartbeat:
                 process.wait_for_everyone("mapping the heartbeat file")
         finally:
             if offer is not None:
-                os.unlink(offer)  # all ranks have it open: nothing is left of the file when they have ended
+                os.unlink(offer)  # all ranks have opened the file, so it disappears when they have ended
         if timeout_s is None:
             yield
             return
@@ -184,10 +184,10 @@ class Heartbeat:
             yield
 
     def end(self) -> None:
-        """Record that an error ends this rank's run: it counts as behind the others, since its cleanup may take long.
+        """Record that an error ends this rank's run; it then counts as behind, since cleanup may take long.
 
-        It does not return where the watchdog has found a hang, and is about to end the process: what is raised then,
-        since another rank has gone, comes of the hang and must not replace it in `status.json`.
+        If the watchdog has found a hang and is about to end the process, this does not return. An error at that time,
+        such as a lost connection to another rank, comes from the hang and must not replace it in `status.json`.
         """
         found = self._beats is not None and any(beat.said for beat in self._beats.read())
         if self.hangs or (found and self.numbers[LIMIT_MS]):
@@ -196,7 +196,7 @@ class Heartbeat:
 
     def _leave(self) -> None:
         self.numbers[LIMIT_MS] = 0
-        # After an error the process stays behind: others wait for its connections.
+        # After an error, stay in this phase, since other ranks wait for this process's connections.
         if PHASES[self.numbers[PHASE]] != "end":
             self.enter("outside")
 
@@ -207,7 +207,7 @@ class Heartbeat:
             self._beats.set_folder(self._slot, str(self._run_folder / self._name))
 
     def _offer(self, timeout_s: float | None) -> str | None:
-        """Make the file for this node's ranks on the first of them, if there is no agent that has made one."""
+        """Make the file for this node's ranks on the first rank of the node, if no agent has made one."""
         if timeout_s is None or self._beats is not None or self._local_rank:
             return None
         number, path = tempfile.mkstemp(prefix="instep-heartbeat-")
@@ -217,7 +217,7 @@ class Heartbeat:
 
 
 def _is_deep(path: str) -> bool:
-    """Return whether a file is torch's, Python's or a collective's: the caller matters more than such a place."""
+    """Return whether a file belongs to torch, Python or a collective, whose caller is the more useful place."""
     if os.path.basename(path) in _COLLECTIVES and f"{os.sep}instep{os.sep}" in path:
         return True
     packages = f"{os.sep}site-packages{os.sep}"
@@ -246,7 +246,8 @@ class Watchdog:
     """
 
     def __init__(self, heart: Heartbeat, beats: HeartbeatFile, slot: int, timeout_s: float) -> None:
-        # Late, since only who watches needs them; and now, since a process may hang while it imports.
+        # Imported late, since only a watchdog needs these; and before watching, since a process may hang while it
+        # imports.
         from instep.distributed.stragglers import activity
         from instep.health import hang_report
 
@@ -256,12 +257,12 @@ class Watchdog:
         self._poll_s = min(0.5, timeout_s / 10)
         self._alarm_s = -float("inf")
         self._hooks: tuple[Any, Any, Any] | None = None
-        # Alone, nobody else could read the file.
+        # With one rank and no agent, nobody else could read the file.
         self._own = beats.count > 1 or heart.by_agent
         self._out = os.dup(beats.fileno if self._own else 2)
         self._closed = threading.Event()
         self._note_compiler()
-        self._set_alarm()  # started before the thread gets its first turn: a step may take Python's lock for good
+        self._set_alarm()  # set before the thread gets its first turn, since a step may hold Python's lock forever
         self._thread = threading.Thread(target=self._run, name="instep-watchdog", daemon=True)
         self._thread.start()
 
@@ -280,7 +281,8 @@ class Watchdog:
         watch = HangDetector(self._beats)
         while not self._closed.wait(self._poll_s):
             self._note_compiler()
-            # What one rank has found is so on all: the others report at once, before its end breaks their connections.
+            # If one rank found a hang, all have one: the others report at once, before the end of that rank breaks
+            # their connections.
             if watch.detect() or any(beat.said for beat in self._beats.read()):
                 self._end()
             self._set_alarm()
@@ -291,14 +293,14 @@ class Watchdog:
             return
         self._alarm_s = now
         limit_s = self._timeout_s
-        if self._own:  # nobody reads it but in a hang
+        if self._own:  # nobody reads this file except in a hang
             os.lseek(self._out, self._beats.stacks_at(self._slot), os.SEEK_SET)
         else:
             limit_s = self._beats.read()[self._slot].patience_s
         faulthandler.dump_traceback_later(min(limit_s, 1e6) + 1.0, file=self._out)
 
     def _note_compiler(self) -> None:
-        """Record compilations as soon as torch's compiler is loaded: they may take longer than a step."""
+        """Record compilations after torch's compiler is loaded, since they may take longer than a step."""
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if self._hooks is not None or handler is None:
             return
@@ -320,7 +322,7 @@ class Watchdog:
         frame = sys._current_frames().get(self._watched)
         calls = traceback.extract_stack(frame)[-_CALLS:]
         records: list[dict[str, Any]] = []
-        with suppress(Exception):  # the form of torch's dump may change: then the report is written without it
+        with suppress(Exception):  # the format of torch's dump may change; then the report is written without it
             records = recorded()
         near = next((call for call in reversed(calls) if not _is_deep(call.filename)), calls[-1] if calls else None)
         innermost = "not known" if near is None else f"{Path(near.filename).name}:{near.lineno} in {near.name}"
@@ -339,7 +341,7 @@ class Watchdog:
         os._exit(EXIT_HUNG)
 
     def _first(self) -> bool:
-        """Return whether this rank writes the report of its node: the first rank that is able to."""
+        """Return whether this rank writes its node's report: the first rank that can."""
         return next(beat.local_rank for beat in self._beats.read() if beat.said) == self._slot
 
     def _write(self, records: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
-"""States of metric objects, torchmetrics' and those like them: found in a module, kept, restored, merged over ranks.
+"""States of metric objects, as torchmetrics has them: found in a module, saved, restored, merged over ranks.
 
-torchmetrics itself is not imported: a metric is what has a `metric_state` and counts its updates.
+torchmetrics itself is not imported: any object that has a `metric_state` and counts its updates is a metric.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def _state(metric: Any) -> dict[str, Any]:
-    # A copy of a list, since torchmetrics clears the list itself when it resets.
+    # Copy a list, since torchmetrics clears the list itself when it resets.
     return {name: list(value) if isinstance(value, list) else value for name, value in metric.metric_state.items()}
 
 
 def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Restore what `metric_states` gave; a metric that the module does not have any more is left out."""
+    """Restore the result of `metric_states`; leave out a metric that the module no longer has."""
     metrics = {name: metric for name, metric in metric_objects(module).items() if name in states}
-    for metric in metrics.values():  # reset all of them before any is loaded: a composition resets its parts
-        metric.reset()  # the state already has what a hook counted since the start
+    for metric in metrics.values():  # reset all of them before loading any, since a composition resets its parts
+        metric.reset()  # the state already includes what a hook counted since the start
     for name, metric in metrics.items():
         metric._update_count = states[name]["updates"]
         known, device = metric.metric_state, getattr(metric, "device", None)
         for attribute, value in states[name]["state"].items():
-            if attribute in known:  # a checkpoint may set known attributes only
+            if attribute in known:  # a checkpoint may set only known attributes
                 setattr(metric, attribute, _on(device, value))
 
 
 def restore_metric_states(module: nn.Module, before: Mapping[str, Any]) -> None:
     """Restore the metric objects from a copy of `metric_states`."""
-    with torch.inference_mode(False):  # tensors made by the reset must serve the next fit too
+    with torch.inference_mode(False):  # tensors that the reset makes must also work in the next fit
         reset_others(module, before)
         load_metric_states(module, before)
 
 
 def reset_others(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Reset the metric objects that have no state in the given ones."""
+    """Reset the metric objects that have no entry in the given states."""
     for name, metric in metric_objects(module).items():
         if name not in states:
             metric.reset()
@@ -76,7 +76,7 @@ def reset_others(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 @contextmanager
 def uncounted(module: nn.Module) -> Iterator[None]:
-    """Undo what metric objects count within the block, for a batch that is run again."""
+    """Undo what metric objects count inside the block, for a batch that is run again."""
     before = copy.deepcopy(metric_states(module))
     try:
         yield
@@ -85,7 +85,7 @@ def uncounted(module: nn.Module) -> Iterator[None]:
 
 
 class Counts:
-    """Counts of metric objects, moved out of them while they count for another loader or stage.
+    """Counts of metric objects, stored here while the objects count for another loader or stage.
 
     Args:
         objects: metric objects; those within them, such as the parts of a wrapper, are taken along.
@@ -112,7 +112,7 @@ class Counts:
         return id(metric) in self._parts
 
     def put_back(self, metrics: Iterable[Any]) -> None:
-        """Restore the counts in the metric objects, in place of what they have counted since, and forget them here."""
+        """Restore these counts in the metric objects, replace what they counted since, and forget the counts here."""
         keys = [id(metric) for metric in metrics]
         _set_attributes([(self._parts.pop(key), self._attributes.pop(key)) for key in keys])
 
@@ -122,7 +122,7 @@ class Counts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within a `with` block, put the counts kept here into the metric objects; then put theirs back."""
+        """Put the counts stored here into the metric objects in a `with` block; then restore the objects' own."""
         others = [(part, _attributes(part)) for part in self._parts.values()]
         _set_attributes([(part, self._attributes[key]) for key, part in self._parts.items()])
         try:
@@ -176,14 +176,14 @@ def _set_attributes(of_parts: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
 
 
 def reset_metrics(metrics: Iterable[Any]) -> None:
-    """Reset metric objects to states that any later stage can count into."""
+    """Reset metric objects to states into which any later stage can count."""
     with torch.inference_mode(False):
         for metric in metrics:
             metric.reset()
 
 
 def with_groups(metrics: Iterable[Any], module: nn.Module | None) -> list[Any]:
-    """Return each metric object once, together with those that share its states.
+    """Return each metric object once, together with the objects that share its states.
 
     In a torchmetrics collection one object of a group counts for the others.
     """
@@ -200,10 +200,10 @@ def with_groups(metrics: Iterable[Any], module: nn.Module | None) -> list[Any]:
 def merge_metric_states(
     by_rank: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Merge the states of several ranks into those of one rank; the other ranks begin anew.
+    """Merge the states of several ranks into those of one rank; the other ranks start from zero.
 
-    That is exact where a state is summed, concatenated, or reduced by minimum or maximum over the ranks. Other states,
-    such as means over ranks, cannot be taken up by another number of ranks.
+    The merge is exact if the ranks' states are summed, concatenated, or reduced by minimum or maximum. Other states,
+    such as means over ranks, cannot be loaded on another number of ranks.
 
     Args:
         by_rank: what `metric_states` gave on each.
@@ -252,7 +252,7 @@ def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Return the shapes of list states by name, and how often each metric was updated; 1 if a metric does not say."""
+    """Return the shapes of list states by name, and each metric's number of updates; 1 if the metric has no counter."""
     found: dict[str, tuple[dict[str, Any], int]] = {}
     for one in accumulators:
         if one.metric is not None:
@@ -264,7 +264,7 @@ def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]
 
 
 def warn_of_none(metric: Any, name: str) -> None:
-    """Warn of a metric that computes nan, since no rank has updated it."""
+    """Warn of a metric whose value is nan because no rank has updated it."""
     warn_user(
         f"the {type(metric).__name__} that is logged as {name!r} was not updated, and computes nan: call its update(), "
         "or the object itself, before the epoch's end"
@@ -290,9 +290,9 @@ def not_the_same(name: str, before: Any, value: Any) -> LogError:
 
 @contextmanager
 def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[None]:
-    """Let a metric that has counted nothing on this rank compute: its empty lists get the other ranks' shapes.
+    """Let a metric that counted nothing on this rank compute: its empty lists get the other ranks' shapes.
 
-    torchmetrics gathers tensors of the same number of dimensions, and warns of a rank without an update.
+    torchmetrics gathers only tensors with equal numbers of dimensions, and warns of a rank without an update.
 
     Args:
         metric: a metric object.
@@ -323,7 +323,7 @@ def can_take(metric: Any) -> bool:
 
 
 def with_parts(metric: Any) -> list[tuple[str, Any]]:
-    """Return a metric object and the metric objects inside it; empty for an object that is no module."""
+    """Return a metric object and the metric objects inside it; empty if the object is not a module."""
     return list(metric_objects(metric).items()) if isinstance(metric, nn.Module) else []
 
 

@@ -40,7 +40,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
         values = [map_leaves(function, value) for value in data]
         return kind(*values) if hasattr(data, "_fields") else kind(values)
     if isinstance(data, Mapping):
-        # A copy keeps what the class holds besides its items (a default factory, attributes).
+        # A copy keeps what the class holds besides its items, such as a default factory or attributes.
         mapping: Any = copy.copy(data)
         for key, value in data.items():
             mapping[key] = map_leaves(function, value)
@@ -72,7 +72,8 @@ def iter_leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
     """Move every tensor of nested data to a device.
 
-    Whatever has a `to` method (tensors, packed sequences, tokenizer batches) moves itself; the rest stays as it is.
+    Values with a `to` method (tensors, packed sequences, tokenizer batches) are moved by it; other values stay
+    unchanged.
 
     Args:
         data: nested data; not changed.
@@ -98,7 +99,7 @@ def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bo
     if hasattr(data, "to") and not isinstance(data, type):
         try:
             return data.to(device, non_blocking=non_blocking)
-        except TypeError:  # the class has a `to` of its own, without torch's second argument
+        except TypeError:  # the class has its own `to`, without torch's second argument
             return data.to(device)
     if isinstance(data, (list, tuple, Mapping)) or dataclasses.is_dataclass(data):
         return map_leaves(lambda leaf: send_to_device(leaf, device, non_blocking), data)

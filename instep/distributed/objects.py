@@ -1,6 +1,6 @@
-"""Python objects, errors and waiting: what processes tell each other besides tensors, over the CPU control group.
+"""Python objects, errors and waiting: messages between processes other than tensors, over the CPU control group.
 
-Objects travel as pickles, and are read only where their MAC was made with the job's secret.
+Objects are sent as pickles, and are read only if their MAC was made with the job's secret.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def agree(operation: str, described: Sequence[str], sizes: Sequence[int] = ()) -
 
 
 def check_rank(from_process: int) -> None:
-    """Refuse a rank that the job does not have; in a job of one process every number is allowed."""
+    """Raise if the job has no such rank; a job of one process allows every number."""
     world = PartialState().num_processes
     if world > 1 and not 0 <= from_process < world:
         raise SettingError(
@@ -51,7 +51,7 @@ def check_rank(from_process: int) -> None:
 
 
 def control_group() -> ProcessGroup | None:
-    """Return the CPU (gloo) group of all processes, which control messages use; None for one process.
+    """Return the CPU (gloo) group of all processes, for control messages; None for one process.
 
     Example:
         >>> control_group() is None  # a process alone
@@ -156,7 +156,7 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 
 
 def raise_together(error: BaseException | None, doing: str) -> None:
-    """Raise on every rank when any rank has an error; do nothing when none has. A collective.
+    """Raise on every rank if any rank has an error; do nothing if none has. A collective.
 
     Args:
         error: this rank's error, or None.

@@ -8,7 +8,7 @@ import torch
 
 from instep.state import DEVICE_KINDS
 
-# Allocators without an exception class of their own, and what a remote or chained error says of those that have one.
+# Texts for allocators without an exception class of their own, and for remote or chained errors of the others.
 _OUT_OF_MEMORY = (
     "out of memory",  # the text of CUDA, XPU, MPS and NPU
     "OutOfMemoryError",
@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on a device or host, here or on the rank it came from.
+    """Return whether an error says that memory ran out, on a device or host, on this rank or a remote one.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))

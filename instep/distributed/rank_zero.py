@@ -1,8 +1,9 @@
 """Decisions of rank 0 for all ranks, and errors of one rank that every rank raises.
 
-The disk is read by one process, and every rank acts on what that one saw.
+One process reads the disk, and every rank acts on the result.
 
-With one process nothing here touches the process state: reading a checkpoint in a script must not choose a device.
+With one process, nothing here creates the process state, since reading a checkpoint in a script must not choose a
+device.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RankGroup:
         return cls(group)
 
     def close(self, abort: bool = False) -> None:
-        """Give up the group of `apart`.
+        """Discard the group that `apart` made.
 
         Args:
             abort: end what a thread still does with it, by an error. What it says later is an error in any case: over
@@ -65,7 +66,7 @@ class RankGroup:
         return state.process_index, state.num_processes
 
     def from_every_rank(self, value: T) -> list[T]:
-        """Give every rank all ranks' values, in rank order. Collective."""
+        """Return all ranks' values, in rank order, on every rank. Collective."""
         return exchange(value, self._messages())
 
     def fail_together(self, error: BaseException | None, doing: str) -> None:
@@ -73,9 +74,11 @@ class RankGroup:
         share_error(error, doing, self._messages())
 
     def together(self, doing: str) -> Together:
-        """Run a `with` block; an error on any rank is raised on every rank. Collective at the block's end.
+        """Run a `with` block; an error on any rank is raised on every rank at the block's end.
 
-        The block itself must not wait for another rank: one that failed no longer answers.
+        Collective at that point.
+
+        The block itself must not wait for another rank, since a rank that failed no longer answers.
 
         Args:
             doing: names the work, for the errors of the other ranks.
@@ -140,7 +143,7 @@ class Together:
         try:
             self._ranks.fail_together(error, self._doing)
         except BaseException as raised:
-            if raised is not error:  # otherwise the error is raised already
+            if raised is not error:  # if it is the block's own error, Python raises it anyway
                 raise
 
 

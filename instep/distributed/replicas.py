@@ -38,8 +38,8 @@ class ReplicaDifference:
 def compare_replicas(tensors: Mapping[str, Tensor]) -> list[ReplicaDifference]:
     """Compare tensors over the ranks that hold the same ones. Collective.
 
-    Each rank passes what it has, in any order; names that only one rank has are compared with nobody. Of a DTensor,
-    the ranks with the same shard are compared. Where all agree only one number per kind of shard travels.
+    Each rank passes its tensors, in any order; names that only one rank has are not compared. For a DTensor, ranks with
+    the same shard are compared. If all agree, only one number per kind of shard is sent.
 
     Args:
         tensors: name -> tensor, on any device; lazy or meta ones are left out.
@@ -71,7 +71,8 @@ def compare_replicas(tensors: Mapping[str, Tensor]) -> list[ReplicaDifference]:
 def digest(tensor: Tensor) -> int:
     """Hash a tensor's bytes to 64 bits.
 
-    On a CPU it is a hash. Elsewhere it is made there, of weighted sums over the bytes, so that only 8 bytes are copied.
+    On a CPU it is a hash function. On another device, weighted sums over the bytes are computed there, so that only 8
+    bytes are copied.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.device.type == "cpu":
@@ -80,7 +81,7 @@ def digest(tensor: Tensor) -> int:
 
 
 def weigh(data: Tensor) -> int:
-    """Hash bytes to a number on their device.
+    """Hash bytes to a number on the device that holds them.
 
     Args:
         data: uint8, of one dimension.
@@ -94,7 +95,7 @@ def weigh(data: Tensor) -> int:
 
 
 def _local(tensor: Tensor) -> tuple[Tensor | None, str]:
-    """Return the part of a tensor that this rank holds, and which part it is; None for a partial sum."""
+    """Return the part of a tensor that this rank holds, and which part this is; None for a partial sum."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return (None if torch.nn.parameter.is_lazy(tensor) else tensor), ""

@@ -1,9 +1,10 @@
 """Signals: the handler sets a trigger and returns; the loop stops at a step that all ranks agree on.
 
-Python runs signal handlers between two steps of the main thread's bytecode: never, while that sits in a collective that
-another rank does not come to. But the interpreter's own handler, in C, also writes the signal's number to the "wake-up"
-descriptor at once. A daemon thread sleeps on the other end of that pipe: it costs a step nothing, and ends the process
-when its grace period, from the first signal on, is over. Code that never gives back the GIL can only be killed.
+Python runs signal handlers between two bytecodes of the main thread. So no handler runs while the main thread waits in
+a collective that another rank does not join. But the interpreter's own handler, in C, also writes the signal's number
+to the "wake-up" descriptor at once. A daemon thread waits at the other end of that pipe, at no cost to a step. It ends
+the process when the grace period, which starts with the first signal, is over. Code that never releases the GIL can
+only be killed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from instep.distributed import Triggers
 from instep.errors import EXIT_FAILED
 from instep.utils.untrusted_files import clean
 
-SAME_S = 1.0  # repeats of a signal within this time are duplicates: launcher and scheduler both forward it
-AT_ONCE_S = 5.0  # time after a second signal for the main thread to end by itself
+SAME_S = 1.0  # a repeat of a signal within this time is a duplicate, since launcher and scheduler both forward it
+AT_ONCE_S = 5.0  # time after a second signal in which the main thread may end by itself
 _open = 0
 
 
@@ -52,18 +53,18 @@ class Deadline:
         _open += 1
         before = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
         self._wakes = before == -1
-        if not self._wakes:  # an event loop needs its own descriptor: then only the handler tells us
+        if not self._wakes:  # an event loop needs its own descriptor; then only the handler reports signals
             signal.set_wakeup_fd(before)
         self._thread = threading.Thread(target=self._watch, name="instep-grace", daemon=True)
         self._thread.start()
 
     def note(self, number: int) -> None:
-        """Start the grace period at this signal; called by the signal's handler."""
+        """Start the grace period at this signal; the signal's handler calls this."""
         if not self._wakes:
             os.write(self._sender, bytes([number]))
 
     def close(self) -> None:
-        """End the thread, so that it does not end the process later. A second call does nothing."""
+        """End the thread, so that it cannot end the process later. A second call does nothing."""
         global _open
         if self._receiver < 0:
             return
@@ -97,7 +98,7 @@ class Deadline:
         self._end(signal.Signals(first).name, time.monotonic() - since)
 
     def _end(self, name: str, after_s: float) -> None:
-        # A last deadline, if what follows hangs in turn: a disk, or a pipe for stderr that nobody reads.
+        # A last deadline, in case the next lines hang too: on a disk, or on a pipe for stderr that nobody reads.
         faulthandler.dump_traceback_later(AT_ONCE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         sys.stderr.flush()
         text = f"instep: {name} came {after_s:.1f} s ago and this process (pid {os.getpid()}) still runs, so it is "
@@ -120,15 +121,16 @@ def _close_in_children() -> None:
 class SignalGuard:
     """Block in which SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 request a resumable stop; a second one stops at once.
 
-    What is ignored stays ignored, and of SIGUSR1 and SIGUSR2 a handler of the program's own stays. Repeats of a signal
-    within a second are duplicates: batch systems tell the launcher and the ranks, and the launcher tells its ranks as
-    well.
+    Signals that the program ignores stay ignored, and the program's own handlers of SIGUSR1 and SIGUSR2 stay. Repeats
+    of a signal within a second are duplicates, since batch systems send it to the launcher and the ranks, and the
+    launcher sends it to its ranks too.
 
-    One that nobody acts on any more, because the last agreement is past, is delivered again at the end. SIGUSR1 and
-    SIGUSR2 are not: they would kill a program whose training is done.
+    A signal that came after the last agreement is delivered again at the end. SIGUSR1 and SIGUSR2 are not delivered
+    again, since they would kill a program whose training is done.
 
     Does nothing outside the main thread, where Python delivers no signals. Processes forked from this one, such as a
-    loader's workers, inherit the handler: in them SIGTERM ends, and the others do nothing, as this process ends them.
+    loader's workers, inherit the handler: there SIGTERM ends the process, and the other signals do nothing, since this
+    process ends its children.
 
     Args:
         triggers: where `preempted` is set.
@@ -183,13 +185,13 @@ class SignalGuard:
             return
         if error is not None:
             with suppress(OSError, ValueError):  # stderr is on a full disk, or closed
-                # Written now, since the signal may end the process before anybody sees it.
+                # Written now, since the signal may end the process before anybody sees the error.
                 sys.stderr.write(clean("".join(format_exception(error))))
         signal.raise_signal(number)
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():
-            # C code installed a handler that is None, which Python cannot put back.
+            # None means that C code installed the handler, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
@@ -218,17 +220,18 @@ class SignalGuard:
 def _tell(text: str) -> None:
     """Write to stderr from a signal handler, where print is not safe.
 
-    Beside a progress bar the text would be drawn over: then a thread prints it, and the bar's stderr puts it above.
+    A progress bar would overwrite the text. So if there is a bar, a thread prints the text, and the bar's stderr shows
+    it above the bar.
     """
     if hasattr(sys.stderr, "rich_proxied_file"):
-        # `threading` itself may have been starting a thread when the signal came.
+        # Not `threading`, since it may have been starting a thread when the signal came.
         _thread.start_new_thread(_print, (text,))
     else:
         os.write(2, f"\n{text}\n".encode())
 
 
 def _print(text: str) -> None:
-    with suppress(Exception):  # the bar or the terminal is gone: the message comes again at the run's end
+    with suppress(Exception):  # the bar or the terminal is gone; the message is repeated at the end of the run
         sys.stderr.write(clean(f"{text}\n"))
         sys.stderr.flush()
 

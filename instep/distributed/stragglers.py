@@ -1,12 +1,12 @@
-"""Ranks that the others wait for: how long each one works in a step, compared over all ranks.
+"""Ranks for which the others wait: how long each rank works in a step, compared over all ranks.
 
-Ranks that train together all take the same time for a step, since the fast ones wait. So a thread looks twice a second
-what the training thread is doing: waiting for others (a backward pass, in which gradients are reduced, counts as that),
-for data, or working. Its share times the step's time is what the rank does by itself. Every 30 s each rank leaves that
-in torch's store, and rank 0 reports who was far above the others twice in a row, and keeps the newest paces in the run
-folder, where `instep dashboard` shows them. The training thread takes no part.
+Ranks that train together all take the same time for a step, since the fast ones wait. So a thread checks twice a second
+what the training thread is doing: waiting for other ranks (a backward pass counts as waiting, since it reduces
+gradients), waiting for data, or working. The share of working times the step's time is the rank's own work. Every 30 s
+each rank writes this time into torch's store. Rank 0 reports ranks that were far above the others twice in a row, and
+writes the newest paces into the run folder for `instep dashboard`. The training thread does none of this.
 
-On a GPU the host's thread says nothing of the device, so there only waiting for data counts.
+On a GPU the host's thread does not show what the device does, so there only waiting for data counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAMPLES = 60
 APART = 0.25
 """What a straggler works longer than the median rank, as a part of the step's time."""
 
-_KEPT = 256  # most ranks: their rows fit in the bytes that readers take of a small file
+_KEPT = 256  # most ranks that are kept, so that readers of small files can read all rows
 _WAITS = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}torch{os.sep}autograd{os.sep}graph.py",
@@ -123,7 +123,7 @@ class PaceWatch:
     def close(self) -> None:
         """Stop the measuring thread."""
         self._closed.set()
-        self._thread.join(PERIOD_S + 1.0)  # a time limit, since the store may not answer
+        self._thread.join(PERIOD_S + 1.0)  # with a time limit, since the store may not answer
 
     def _run(self) -> None:
         records = RankRecords("pace", self._group)
@@ -143,7 +143,7 @@ class PaceWatch:
                     self._keep(paces, slow)
                     reported = reported.intersection(slow) | set(before).intersection(slow)
                     before = slow
-            except RuntimeError:  # the store is gone with its process
+            except RuntimeError:  # the process of the store has ended
                 return
             turn += 1
 
@@ -174,7 +174,7 @@ class PaceWatch:
         busiest = sorted(paces, key=lambda rank: paces[rank].busy_s, reverse=True)[:_KEPT]
         ranks = [{"rank": rank, **asdict(paces[rank])} for rank in busiest]
         content = {"time": time.time(), "step": self._numbers[STEP], "slow": slow[:_KEPT], "ranks": ranks}
-        with suppress(OSError):  # training goes on without the file
+        with suppress(OSError):  # training continues without the file
             replace(folder / PACES_FILE, json.dumps(content).encode())
 
     def _say(self, rank: int, paces: Mapping[int, Pace]) -> None:

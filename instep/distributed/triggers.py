@@ -1,20 +1,20 @@
 """Triggers: what any process may set and all processes then see at the same step.
 
-A trigger is a name with a reason: "stop", "save", "preempted", or a user's own. Setting one is local and free; the
-processes agree on it while they train, without waiting for each other:
+A trigger is a name with a reason: "stop", "save", "preempted", or a user's own name. Setting a trigger is local and
+costs nothing. The processes agree on triggers while they train, without waiting for each other:
 
-- At a boundary step k every rank notes what is set there and starts one asynchronous MAX all-reduce, on CPU, of two
-  numbers: whether it has anything, and how far away the next boundary should be.
-- At the next boundary that all-reduce is read; it has long finished. If any rank had something, the ranks exchange what
-  they noted at step k (names, reasons) and all return the same triggers, at the same step.
+- At a boundary step k every rank notes its own triggers and starts one asynchronous MAX all-reduce, on CPU, of two
+  numbers: whether it has a trigger, and how far away the next boundary should be.
+- At the next boundary every rank reads the all-reduce, which has finished long before. If any rank had a trigger, the
+  ranks exchange the names and reasons that they noted at step k, and all return the same triggers at the same step.
 
 Invariants: all ranks have the same boundaries, since the distance between them is itself agreed; every collective here
-happens at a step that all ranks reach; a process alone keeps the same schedule. After an error nothing is waited for.
+happens at a step that all ranks reach; a single process keeps the same schedule. After an error no rank waits.
 
-At the loop's end, as at an epoch's, `sync` reads the agreement that is under way and makes a last one on everything
-that is set on any rank; nothing is left behind on the control group. What nobody asked for until then stays in
-`unclaimed`, for a `check` that comes later or for whoever wants to tell the user. What is set after the last `sync`
-stays local (`pending`) and is lost with the object.
+At the loop's end, as at an epoch's, `sync` reads the started agreement and makes a last one on all triggers of any
+rank, so no message is left on the control group. Agreed triggers that no `check` has requested stay in `unclaimed`, for
+a later `check` or for a message to the user. Triggers that are set after the last `sync` stay local (`pending`) and are
+lost with the object.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class Triggers:
         self._every = every or 1
         self._set: dict[str, str] = {}
         self._agreed: dict[str, Trigger] = {}
-        # Triggers of users that were agreed on in tick or sync, and not asked for yet.
+        # Users' triggers that were agreed on in `tick` or `sync`, but that no `check` has requested yet.
         self._unclaimed: set[str] = set()
         self._next = 0
         self._outstanding: _Outstanding | None = None
         self._last: tuple[int, float] | None = None
         self._abandoned = False
 
-    # Local, without any communication.
+    # These methods are local, without communication.
 
     def set(self, name: str, reason: str = "") -> None:
         """Set a trigger on this process. Safe in a signal handler and in any thread.
@@ -108,7 +108,7 @@ class Triggers:
 
     @property
     def pending(self) -> bool:
-        """Whether this process has set a trigger that is not agreed on yet."""
+        """Whether this process has set a trigger that is not yet agreed on."""
         return bool(self._set)
 
     @property
@@ -123,14 +123,14 @@ class Triggers:
 
     @property
     def unclaimed(self) -> tuple[Trigger, ...]:
-        """Users' own triggers that were agreed on in `tick` or `sync` and that no `check` has asked for yet."""
+        """Users' own triggers that were agreed on in `tick` or `sync`, but that no `check` has requested yet."""
         return tuple(self._agreed[name] for name in sorted(self._unclaimed))
 
     def seen(self, name: str) -> bool:
         """Return whether a trigger was agreed on so far."""
         return name in self._agreed
 
-    # Collective: every process calls these at the same step.
+    # These methods are collective: every process calls them at the same step.
 
     def tick(self, step: int) -> tuple[Trigger, ...]:
         """Take part in the agreement; called once after every optimizer step.
@@ -149,7 +149,7 @@ class Triggers:
         return self._at_boundary(step)
 
     def sync(self) -> tuple[Trigger, ...]:
-        """Agree now on everything that is set on any process: at an epoch's end, before a save, at the end of fit.
+        """Agree now on all triggers of any process: at an epoch's end, before a save, at the end of fit.
 
         Waits for the outstanding agreement first.
 
@@ -167,9 +167,10 @@ class Triggers:
 
     @contextmanager
     def inner(self) -> Iterator[None]:
-        """Enter an inner loop, such as validation: `tick` counts its steps, with an interval of their own.
+        """Enter an inner loop, such as validation: `tick` counts its steps, with a separate interval.
 
-        Nothing is under way at its start and its end. What is set is agreed on in either loop.
+        No agreement is started but unfinished at the start and end of the inner loop. Triggers are agreed on in both
+        loops.
         """
         self._drain()
         every, self._every, self._next = self._every, self._fixed or 1, 0
@@ -180,8 +181,8 @@ class Triggers:
     def check(self, name: str | None = None) -> bool:
         """Return whether any process has set a trigger. Blocking.
 
-        If so, all processes get True and it is reset on all of them. A name of the loop's own is not reset: the loop
-        has yet to see it.
+        If so, all processes get True, and the trigger is reset on all of them. A trigger of the Trainer's own loop is
+        not reset, since the loop has not acted on it yet.
 
         Args:
             name: the trigger; None for any that is not the loop's.
@@ -191,7 +192,7 @@ class Triggers:
         """
         if self._abandoned:
             return False
-        # What the loop came to know in the meantime is known alike on all ranks: no message is needed.
+        # All ranks know the same triggers from earlier agreements, so these need no message.
         claimed = self._unclaimed if name is None else self._unclaimed & {name}
         if claimed:
             self._unclaimed = self._unclaimed - claimed
@@ -207,17 +208,17 @@ class Triggers:
         return True
 
     def abandon(self) -> None:
-        """Forget the outstanding agreement without waiting, after an error; nothing is agreed from now on."""
+        """Forget the started agreement without waiting, after an error; nothing is agreed on afterwards."""
         self._abandoned = True
         self._outstanding = None
         self._next = _NEVER
 
     def _drain(self) -> None:
-        """Wait for the agreement under way; triggers that were set since belong to the next one."""
+        """Wait for the started agreement; triggers that were set since belong to the next one."""
         if self._outstanding is not None:
             self._every = self._read(self._outstanding)[1]
             self._outstanding = None
-        self._last = None  # a validation or a save that follows is not part of a step's time
+        self._last = None  # the time of a validation or save that follows is not part of a step's time
 
     def _at_boundary(self, step: int) -> tuple[Trigger, ...]:
         now = time.perf_counter()
@@ -226,7 +227,7 @@ class Triggers:
         if outstanding is not None:
             pending, self._every = self._read(outstanding)
             if pending:
-                # What a `check` has consumed since then is not reported a second time.
+                # A trigger that a `check` has consumed since then is not reported again.
                 noted = {name: reason for name, reason in outstanding.snapshot.items() if name in self._set}
                 triggers = self._consume(self._exchange(noted))
         self._outstanding = self._start(dict(self._set), self._proposal(step, now))
@@ -257,7 +258,7 @@ class Triggers:
         if self._step is not None:
             announce(self._group, "triggers: tick")
             try:
-                # The group's own method: the function around it costs as much again, in the middle of a step.
+                # The group's own method, since torch's function around it costs as much again, in the middle of a step.
                 work = self._step.allreduce([message], self._maximum)
             except RuntimeError as error:
                 raise _gone(error) from error
@@ -276,7 +277,7 @@ class Triggers:
         try:
             return exchange(snapshot, self._group, "triggers: names")
         except DistributedError:
-            raise  # with checked collectives the error says more
+            raise  # with checked collectives this error says more
         except RuntimeError as error:
             raise _gone(error) from error
 
@@ -294,7 +295,7 @@ class Triggers:
 
 @dataclass(frozen=True)
 class _Outstanding:
-    """An all-reduce under way, and the triggers that this rank had set when it began."""
+    """A started all-reduce, and the triggers that this rank had set when it started."""
 
     snapshot: dict[str, str]
     message: torch.Tensor

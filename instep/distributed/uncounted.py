@@ -1,4 +1,4 @@
-"""Batches whose samples cannot be counted for certain, and why: graphs, lists of samples."""
+"""Batches whose samples cannot be counted reliably, and why: graphs, lists of samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instep.distributed.nested import find_batch_size, iter_leaves
 
 
 def doubt_of_size(data: Any, batch_size: int | None = None) -> str:
-    """Return why `find_batch_size` may miscount a batch, and the consequence; "" where its count is right.
+    """Return why `find_batch_size` may miscount a batch, and the consequence; "" if its count is right.
 
     Args:
         data: the batch.
@@ -37,7 +37,7 @@ def doubt_of_size(data: Any, batch_size: int | None = None) -> str:
 
 
 def _list_of_samples(data: Any, length: int | None) -> Sequence[Any] | None:
-    """Find a list that may have one entry per sample: of dicts, of entries of unlike kinds, or of `length` entries."""
+    """Find a list that may have one entry per sample: of dicts, of different kinds, or of `length` entries."""
     if isinstance(data, Mapping):
         parts: Iterable[Any] = data.values()
     elif isinstance(data, (list, tuple)) and data:

@@ -1,14 +1,14 @@
-"""One node's agent: exit codes kept apart, ranks that get the time to save, nodes that tell each other.
+"""One node's agent: it keeps exit codes apart, gives ranks time to save, and exchanges messages with other nodes.
 
-What torch's elastic agent does otherwise, beside what `torch_agent` says:
+Differences from torch's elastic agent, in addition to those in `torch_agent`:
 
-- When one rank has ended with a code other than 0, a preempted rank's peers may finish their save here, and a failed
-  rank's peers get 5 s.
-- torch's agents learn of another node's failure when their own ranks' connections break, and count their restarts each
-  for themselves: here they tell each other (`node_channel`), so that all ranks end within seconds, one cause is named,
-  and all follow one count.
-- It ends with the first node whose ranks are done: here all wait for the last one.
-- Its rendezvous gives way to the ones in `rendezvous`, under which ranks that are started again find each other.
+- After one rank has ended with a code other than 0, the other ranks may finish their save if it was preempted, and get
+  5 s if it failed.
+- torch's agents learn of another node's failure only when their own ranks' connections break, and each counts its own
+  restarts. Here the agents send each other messages (`node_channel`). So all ranks end within seconds, one cause is
+  named, and all agents use one count.
+- torch's agent ends with the first node whose ranks are done; here all wait for the last node.
+- torch's rendezvous is replaced by those in `rendezvous`, with which restarted ranks find each other.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from instep.launch.torch_agent import TorchAgent, logs
 from instep.state.environment import JOB_ID, RESTART
 from instep.utils.untrusted_files import clean
 
-_PASSED_ON = {  # signal that the agent gets -> signal that the ranks get
+_PASSED_ON = {  # signal to the agent -> signal that the agent sends to the ranks
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,  # the terminal was closed
-    signal.SIGUSR1: signal.SIGUSR1,  # batch systems announce the end of an allocation by it
+    signal.SIGUSR1: signal.SIGUSR1,  # batch systems announce the end of an allocation by this signal
     signal.SIGUSR2: signal.SIGUSR2,
 }
 _STARTING_S = 300.0
 _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
-_UNTIL_TERM_S = 1.0  # seconds in which other ranks may end by themselves, each with its own last words
+_UNTIL_TERM_S = 1.0  # seconds in which other ranks may end by themselves, each with its own message
 _POLL_S = 0.02
-_SAID_S = 1.0  # seconds: the agent of the failing rank prints last, at most so long after the others
+_SAID_S = 1.0  # seconds; the agent of the failing rank prints last, at most this long after the others
 
-# Channels of nodes that were cut off: their threads wait for an answer, and nobody waits for them.
+# Channels of nodes that were cut off; their threads wait for an answer, but nobody waits for the threads.
 _unfinished: list[Nodes] = []
 
 
@@ -95,7 +95,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         agent = NodeAgent(spec, workers, folder, forked, rendezvous, watch, handlers_before)
         try:
             agent.run()
-        # The signal came while ranks started; they were told of it, waited for and counted.
+        # The signal came while ranks started; the ranks got it, and the agent waited for them and counted their ends.
         except SignalException as got:
             if forked is not None and got.sigval == signal.SIGINT:
                 forked.interrupted = True
@@ -107,7 +107,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
 
 
 class NodeAgent:
-    """The agent of one node: what it does at each step of torch's agent.
+    """The agent of one node: its actions at each step of torch's agent.
 
     Args:
         spec: what to run.
@@ -164,7 +164,7 @@ class NodeAgent:
 
     @property
     def _talk(self) -> NodeChannel:
-        """Open the channel to the other nodes of this round."""
+        """Open the channel to the other nodes in this round."""
         assert self._channel is not None
         return self._channel
 
@@ -172,7 +172,7 @@ class NodeAgent:
 
     @contextmanager
     def starting(self, group: WorkerGroup) -> Iterator[None]:
-        """Open the round before ranks are started, and handle the signals that torch's agent got meanwhile."""
+        """Open the round before ranks start, and handle signals that torch's agent got before that."""
         self._open_round(group)
         self._watch.reset()
         self._hung = False
@@ -199,7 +199,7 @@ class NodeAgent:
         if threading.current_thread() is not threading.main_thread():
             return
         for signum, handler in self._handlers_before.items():
-            # The signal stays ignored under nohup, and in a background job of a shell.
+            # Under nohup, and in a background job of a shell, the signal stays ignored.
             ignored = handler is signal.SIG_IGN
             ours = signum in _PASSED_ON and not ignored
             signal.signal(signum, self._on_signal if ours else handler or signal.SIG_DFL)
@@ -219,7 +219,7 @@ class NodeAgent:
             _say(self._watch.report())
         if self._hung or self._received or any(codes.values()) or channel.alarm or channel.waiting or channel.cut_off:
             if EXIT_PREEMPTED in codes.values():
-                channel.refresh()  # the ranks may have been asked to make room for another node
+                channel.refresh()  # the ranks may have been asked to end so that another node can join
             self._end_round()
             return self._verdict()
         if None in codes.values() or not channel.all_done():
@@ -228,11 +228,11 @@ class NodeAgent:
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
 
     def leave(self) -> None:
-        """Wait for the other agents: they must have read what they need before this store ends."""
+        """Wait for the other agents, which must read what they need before this store ends."""
         self._talk.exchange("left", True, _AFTER_FAILURE_S)
 
     def end_ranks(self, signum: signal.Signals) -> None:
-        """End running ranks after an error in the agent, or after a signal between the start of ranks and its end."""
+        """End running ranks after an error in the agent, or after a signal between the start and the end of ranks."""
         if not self._ranks.running():
             return
         if isinstance(sys.exc_info()[1], SignalException):
@@ -251,7 +251,7 @@ class NodeAgent:
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def _end_round(self, end_with: signal.Signals | None = None) -> None:
-        """Wait until every rank has ended; kill those that still run at the deadline.
+        """Wait until every rank has ended; kill ranks that still run at the deadline.
 
         Args:
             end_with: end the ranks of a round that is over anyway; else the reason is a code, a signal received, or
@@ -264,7 +264,7 @@ class NodeAgent:
         told = 0
         failed = growing = False
         if self._hung:
-            deadline = time.monotonic()  # the process that knows where the store is has ended
+            deadline = time.monotonic()  # the process that hosts the store has ended
         elif end_with is not None:
             ranks.send(end_with)
             deadline = time.monotonic() + _AFTER_FAILURE_S
@@ -309,7 +309,7 @@ class NodeAgent:
             time.sleep(_POLL_S)
 
     def _verdict(self) -> RunResult:
-        """Decide how the round ended, and whether another one follows; all agents come to the same answer."""
+        """Decide how the round ended, and whether another round follows; all agents decide the same."""
         channel, ranks = self._talk, self._ranks
         ranks.processes.stop_tails()
         ends = ranks.bad_ends(self._first, self._watch.beats)
@@ -368,13 +368,13 @@ class NodeAgent:
 
     @staticmethod
     def _lost(alarm: Alarm | None, told: Mapping[int, Any]) -> str:
-        """Return which node does not answer any more; empty if all do."""
+        """Return which node no longer answers; "" if all answer."""
         if alarm is not None and alarm.kind == "lost":
             return alarm.text
         silent = [] if alarm is None else [str(node) for node in range(alarm.nodes) if node not in told]
         return f"node {', '.join(silent)} has gone, or is cut off" if silent else ""
 
-    # --- what is said ------------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def _say_signal(self, signum: signal.Signals, patience_s: float, count: int) -> None:
         name = signum.name
@@ -382,7 +382,7 @@ class NodeAgent:
         _say(f"{name}: passed on to the ranks, which have {patience_s:g} s to save and end{again}")
 
     def _say_failures(self, ends: list[RankEnd], others: list[RankEnd], lost: str, last: bool) -> None:
-        """Report how this node's ranks ended; the agent of the rank that is the cause speaks after all others."""
+        """Report how this node's ranks ended; the agent of the rank that is the cause reports after all others."""
         channel = self._talk
         cause = None if lost else find_cause([*ends, *others], channel.alarm.node if channel.alarm else 0)
         self._finish_status(cause, lost, [*ends, *others])
@@ -400,7 +400,7 @@ class NodeAgent:
         if cause is None or not mine:
             return
         if self._forked is not None and last:
-            # The program that forked the ranks raises this failure.
+            # The program that forked the ranks raises this failure itself.
             self._forked.failure = Failure(cause.rank, cause.how, cause.report)
         elif cause.report is None:
             file = self._ranks.processes.stderr_of(cause.rank)

@@ -19,7 +19,7 @@ def this_command() -> tuple[str, ...]:
     """Return the arguments after the Python executable that run this program again.
 
     Interpreter options such as `-W` and `-X` are kept; `python -m module` keeps its module; the script's own path is
-    made absolute. The program's arguments are those it was started with, also where it has changed `sys.argv` since.
+    made absolute. The program's arguments are those of its start, even if it has changed `sys.argv` since.
 
     Returns:
         For example `("/home/me/train.py", "--lr", "0.1")` or `("-m", "package.train")`.
@@ -39,7 +39,7 @@ def this_command() -> tuple[str, ...]:
     if file is None or not Path(file).exists():
         raise _cannot_run_again("it has no main file (an interactive session, or python -c)")
 
-    # Options that multiprocessing gives to the processes it spawns: -W, -X, -O and the like.
+    # Interpreter options such as -W, -X and -O, which multiprocessing too passes to spawned processes.
     flags = tuple(subprocess._args_from_interpreter_flags())  # pyright: ignore[reportAttributeAccessIssue]
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":
@@ -51,7 +51,7 @@ def this_command() -> tuple[str, ...]:
 
 
 def check_program(program: Sequence[str], *, module: bool = False, python: bool = True) -> None:
-    """Refuse a program that cannot be started, before its ranks are started.
+    """Check that a program can be started, before its ranks are started.
 
     Args:
         program: a script and its arguments.

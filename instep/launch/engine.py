@@ -13,9 +13,9 @@ __all__ = ["LaunchSpec", "is_worker", "run", "spec_for_nodes"]
 def run(spec: LaunchSpec) -> int:
     """Run a command as `spec.nproc` ranks, as the agent of this node, and return when all ranks have ended.
 
-    Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks. These
-    then have `spec.shutdown_s` seconds to save and end; a second signal cuts that short. When a rank fails, the others
-    end within seconds and its traceback is printed last. On Linux the ranks are killed when the agent dies.
+    Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks. The
+    ranks then have `spec.shutdown_s` seconds to save and end; a second signal ends this time. When a rank fails, the
+    others end within seconds and its traceback is printed last. On Linux the ranks are killed when the agent dies.
 
     Call this from the main thread, so that signals can be handled.
 
@@ -34,7 +34,7 @@ def run(spec: LaunchSpec) -> int:
         >>> sys.exit(run(LaunchSpec(nproc=2, command=("train.py",))))  # doctest: +SKIP
     """
     here = read_environment()
-    # One agent on each node, which srun or mpirun may have started.
+    # One agent runs on each node, which srun or mpirun may have started.
     agents = here.launcher in ("slurm", *MPI) and here.local_world_size == 1 and here.world_size == spec.num_nodes
     if here.launcher != "none" and not agents:
         raise UsageError("this process is a rank of a running job; a rank does not start ranks of its own")

@@ -1,9 +1,9 @@
-"""Ranks that run a function and are forked from the agent's process, so that a notebook's cell may define it.
+"""Ranks that run a function, forked from the agent's process, so that a notebook's cell may define the function.
 
-What a fork does not carry over: the threads of OpenMP, so a rank uses one and would hang with more; and a device that
-is in use. It starts with the memory of its parent, which has used neither the process group nor the GPU. What it does
-carry over is a lock that another thread of the parent holds: the ranks wait until all are forked, since their first
-connection has the thread of the agent's store take the lock of glibc's resolver.
+A fork does not inherit the threads of OpenMP, so a rank uses one thread and would hang with more. Nor can it use a
+device that its parent uses, so the parent must have used neither the process group nor the GPU. But a fork does inherit
+a lock that another thread of the parent holds. So the ranks wait until all are forked, since their first connection
+makes a thread of the agent's store take the lock of glibc's resolver.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from instep.errors import DistributedError
 from instep.health.error_report import FailureReport, write_report
 
-_READ_S = 5.0  # seconds: a pipe whose writer has ended holds little
+_READ_S = 5.0  # seconds; a pipe whose writer has ended holds little data
 
 
 class Failure(NamedTuple):
@@ -59,7 +59,7 @@ class Forked:
 
     @contextmanager
     def starting(self, count: int) -> Iterator[None]:
-        """Fork the ranks; they begin at the end of the `with` block, and their results are read then."""
+        """Fork the ranks. They start to run at the end of the `with` block; then their results are read."""
         self._pipes, self._results, self._problems = [Pipe() for _ in range(count)], {}, {}
         try:
             yield
@@ -70,7 +70,7 @@ class Forked:
         self._readers = []
         for local_rank, (here, there) in enumerate(self._pipes):
             there.close()
-            with suppress(OSError):  # the process was killed already
+            with suppress(OSError):  # the process was already killed
                 here.send_bytes(b"go")
             args = here, local_rank, self._results, self._problems
             reader = threading.Thread(target=self._read, args=args, name="instep-result", daemon=True)
@@ -90,9 +90,10 @@ class Forked:
         import torch  # late: who starts ranks has loaded it
 
         parent = os.getppid()
-        os.setsid()  # Ctrl-C in a terminal is for the agent, which passes it on; and the agent kills a rank's group
+        # Ctrl-C in a terminal then reaches only the agent, which passes it on; and the agent can kill a rank's group
+        os.setsid()
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # this process ends when the agent does
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # this process is killed when the agent ends
             if os.getppid() != parent:
                 os._exit(1)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
@@ -101,17 +102,17 @@ class Forked:
         _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
         for end in chain(*self._pipes):
             if end is not pipe:
-                end.close()  # close the other end, or nobody would see the end of another rank
+                end.close()  # close the other end, since otherwise nobody would notice the end of another rank
         try:
             pipe.recv_bytes()
-            # Sent as plain bytes: `send` would put each tensor into shared memory, which ends with this process.
+            # Sent as bytes, since `send` would put each tensor into shared memory, which ends with this process.
             pipe.send_bytes(pickle.dumps(self._call()))
         except Exception as error:  # noqa: BLE001 (the launcher raises it)
             if not write_report(os.environ["TORCHELASTIC_ERROR_FILE"], error):
                 traceback.print_exc()
             sys.exit(1)
         except KeyboardInterrupt:
-            sys.exit(128 + signal.SIGINT)  # torch would take the interrupt for success
+            sys.exit(128 + signal.SIGINT)  # torch would treat the interrupt as success
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # torch would keep the process until its parent has read the result

@@ -1,7 +1,8 @@
-"""Programs within a job of Hydra: where they were started, and what tells their ranks to join that job.
+"""Programs inside a job of Hydra: where they were started, and which overrides make their ranks join that job.
 
-Hydra changes the working directory and makes a folder at each start. So ranks start where the program was started, with
-its own arguments, and are told the folder of this job. Hydra is not imported here: who is in its job has done so.
+Hydra changes the working directory and makes a folder at each start. So ranks start in the directory where the program
+was started, with its own arguments and the folder of this job. Hydra is not imported here, since a program in its job
+has already imported it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 
 from instep.errors import EXIT_FAILED, UsageError
 
-NEW_FOLDER = "INSTEP_HYDRA_NEW_FOLDER"  # tells ranks that their folder would be another one at the next start
+NEW_FOLDER = "INSTEP_HYDRA_NEW_FOLDER"  # tells ranks that the next start will have another folder
 
-_OVERRIDE = re.compile(r"[~+]|[^-].*=")  # `lr=0.1`, `+lr=0.1`, `~lr`, `model/net=small`; options begin with "-"
+# matches `lr=0.1`, `+lr=0.1`, `~lr`, `model/net=small`, and not options, which begin with "-"
+_OVERRIDE = re.compile(r"[~+]|[^-].*=")
 
 
 def started_in() -> str | None:
@@ -27,9 +29,9 @@ def started_in() -> str | None:
 
 
 def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Complete the command of ranks, so that they join this job instead of beginning one of their own.
+    """Complete the command of ranks, so that they join this job and do not start their own.
 
-    In a sweep the ranks go through all of its jobs, in this one's sweep folder.
+    In a sweep the ranks run all of its jobs, in this sweep's folder.
 
     Args:
         command: the arguments after the Python executable.
@@ -57,18 +59,18 @@ def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def new_folder() -> Path | None:
-    """Return the job's output folder if it is named by the time, so that the next start has another; else None."""
+    """Return the job's output folder if its name contains the time, so that the next start gets another; else None."""
     config = _config()
     if config is None:
         return None
-    # The value before interpolation: the result says nothing about it.
+    # The value before interpolation, since the resolved text does not show what it is made of.
     where = config._get_node("sweep" if _is_sweep(config) else "run")._get_node("dir")._value()
     changes = NEW_FOLDER in os.environ or "${now:" in str(where)
     return Path(config.runtime.output_dir) if changes else None
 
 
 def end_sweep(error: Exception) -> None:
-    """End a rank whose run in a sweep has failed: otherwise it would begin the next job alone.
+    """End a rank whose run in a sweep has failed, since it would otherwise start the next job alone.
 
     Hydra catches errors until all jobs of a sweep are done. Outside of a sweep nothing happens.
 
@@ -97,7 +99,7 @@ def _override(name: str, value: Path) -> str:
 
 
 def _insert(command: tuple[str, ...], told: list[str]) -> tuple[str, ...]:
-    """Insert overrides behind the user's: Hydra's parser accepts only one group, before any option."""
+    """Insert overrides after the user's, since Hydra's parser accepts only one group, before any option."""
     theirs = [index for index, word in enumerate(command) if index and _OVERRIDE.match(word)]
     at = theirs[-1] + 1 if theirs else len(command)
     return (*command[:at], *told, *command[at:])

@@ -1,8 +1,9 @@
-"""Messages between a job's agents in a round: that it is over and why, and what became of each node.
+"""Messages between a job's agents in a round: that the round is over and why, and how each node ended.
 
-A thread asks the agents' store a few times a second, over a connection of its own, since an answer may never come: a
-node that hears nothing for `patience_s` is cut off. Each node counts up a number there, its beat, and is watched by
-another one: the first node watches all, and all watch the first. Times are measured on the watcher's own clock.
+A thread reads the agents' store a few times a second, over its own connection, since an answer may never come. A node
+without an answer for `patience_s` counts as cut off. Each node increments a number in the store, its beat. The first
+node watches the beats of all others, and all others watch that of the first. Times are measured on the watcher's own
+clock.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ANSWER_S = 3.0
 
 @dataclass(frozen=True)
 class Alarm:
-    """Reason that a round is over; the first one holds for all nodes.
+    """Reason why a round is over; the first one counts for all nodes.
 
     Args:
         kind: a rank "failed"; a node is "lost"; another node waits, and the group is to "grow".
@@ -44,7 +45,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Round:
-    """The number, job and failures of a round, alike for all agents.
+    """The number, job and failures of a round, the same for all agents.
 
     Args:
         number: from 0, over all agents.
@@ -123,7 +124,7 @@ class NodeChannel:
 
     @property
     def cut_off(self) -> str:
-        """Reason why this node cannot reach the others any more; empty if it can."""
+        """Reason why this node can no longer reach the others; "" if it can."""
         if self._thread is None:
             return ""
         silent_s = time.monotonic() - self._heard
@@ -132,23 +133,23 @@ class NodeChannel:
         return self._broken
 
     def raise_alarm(self, kind: Literal["failed", "grow"]) -> None:
-        """Announce that the round is over; if another node has done so already, its reason holds."""
+        """Announce that the round is over; if another node has already done so, its reason counts."""
         if not self.cut_off:
             self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes)))
 
     def refresh(self) -> None:
-        """Read all announcements that were made before now."""
+        """Read all announcements made so far."""
         self._do(self._look)
 
     def all_done(self) -> bool:
-        """Return whether the ranks of every node have ended well, as this node's have."""
+        """Return whether the ranks of all nodes have ended well, as this node's ranks have."""
         if not self._done:
             self._done = True
             self._do(self._post_done)
         return self._thread is None or self._all_done
 
     def exchange(self, name: str, value: Any, timeout_s: float) -> dict[int, Any]:
-        """Exchange a value with the other nodes; nodes that send nothing in time are left out."""
+        """Exchange a value with the other nodes; leave out nodes that send nothing in time."""
         self._do(lambda: self._store.put(f"{name}-{self.node}", value))
         found: dict[int, Any] = {self.node: value}
         deadline = time.monotonic() + timeout_s
@@ -171,10 +172,10 @@ class NodeChannel:
             self._asked.put(None)
             self._thread.join(_ANSWER_S)
 
-    # ---- in the thread, where there is one
+    # ---- in the thread, if there is one
 
     def _do(self, act: Callable[[], T]) -> T | None:
-        """Run a function in the thread and return its result; None where no answer comes."""
+        """Run a function in the thread and return its result; None if no answer comes."""
         if self._thread is None:
             return act()
         answer: Future[T] = Future()
@@ -189,7 +190,7 @@ class NodeChannel:
         self._asked.put(run)
         try:
             return answer.result(_ANSWER_S)
-        except (NoAnswer, RuntimeError):  # `cut_off` warns of it
+        except (NoAnswer, RuntimeError):  # `cut_off` reports it
             return None
 
     def _talk(self) -> None:
@@ -240,7 +241,7 @@ class NodeChannel:
     def _raise(self, alarm: Alarm) -> None:
         holds = Alarm(**self._store.set_once("alarm", asdict(alarm)))
         if holds == alarm and alarm.kind != "grow":
-            # Only one node of a round writes this number: the one whose alarm counts.
+            # Only one node of a round writes this number: the node whose alarm counts.
             self._job.put("failures", self._failures + 1)
         self.alarm = holds
 

@@ -1,4 +1,4 @@
-"""Command, environment, files and cores of the ranks that an agent starts, and signals that are put back afterwards."""
+"""Command, environment, files and cores of the ranks that an agent starts; signal handlers are restored afterwards."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, NO_SECRET, Secret, 
 from instep.utils.env import as_variables
 from instep.utils.warn import warn_user
 
-# Runs before the program, which then takes its place in the same process: the kernel keeps the parent-death signal and
-# the cores over exec. Set in the rank and re-checked, because the agent may have died before it was set.
+# Runs before the program, which then replaces it in the same process by exec; the kernel keeps the parent-death signal
+# and the cores. Both are set inside the rank. The parent is checked again, since the agent may have died before that.
 _BOOT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -49,8 +49,9 @@ _SYSTEM = Path("/sys/devices/system")
 def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | None = None) -> list[list[int]]:
     """Share the cores of this machine among its ranks.
 
-    Ranks are spread evenly over the NUMA nodes, in order, as accelerators are; those of one node share its cores
-    evenly, the hardware threads of a core together. Where there are fewer cores than ranks, several get the same.
+    Ranks are spread evenly over the NUMA nodes, in order, as accelerators are. The ranks of one NUMA node share its
+    cores evenly; hardware threads of a core stay together. If there are fewer cores than ranks, several ranks get the
+    same core.
 
     Args:
         count: ranks on this machine.
@@ -96,9 +97,9 @@ def _parse(text: str) -> set[int]:
 
 @contextlib.contextmanager
 def agent_folder() -> Iterator[str]:
-    """Make a private temporary folder for an agent, and remove those that killed agents of this user left.
+    """Make a private temporary folder for an agent, and remove folders that this user's killed agents left.
 
-    A file in it is locked for as long as the agent, or a rank that was forked from it, lives.
+    A file in the folder is locked while the agent, or a rank forked from it, lives.
     """
     parent = tempfile.gettempdir()
     for name in os.listdir(parent):
@@ -108,7 +109,7 @@ def agent_folder() -> Iterator[str]:
         held = os.open(os.path.join(folder, f".{_HELD}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX)
-            # Others see the file only once it is locked.
+            # Other agents see the file only after it is locked.
             os.rename(os.path.join(folder, f".{_HELD}"), os.path.join(folder, _HELD))
             yield folder
         finally:
@@ -116,7 +117,7 @@ def agent_folder() -> Iterator[str]:
 
 
 def _remove_if_left(folder: str) -> None:
-    # The folder is another user's or another agent's, or another agent is removing it.
+    # The folder belongs to another user or agent, or another agent is removing it.
     with contextlib.suppress(OSError):
         seen = os.lstat(folder)
         if seen.st_uid != os.geteuid() or not stat.S_ISDIR(seen.st_mode) or stat.S_IMODE(seen.st_mode) != 0o700:
@@ -130,7 +131,7 @@ def _remove_if_left(folder: str) -> None:
 
 
 def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
-    """Return the program and arguments with which a rank is started; torch's agent takes the arguments for templates.
+    """Return the program and arguments with which a rank starts; torch's agent formats the arguments as templates.
 
     Raises:
         SettingError: there is no such program, or the system cannot pin ranks to cores.
@@ -159,14 +160,14 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
         spec: the job.
         again: whether whoever started this agent may start it again; a notebook does not.
     """
-    # Nor does SLURM with what is typed into a shell, and all that comes from one shell is of one step.
+    # SLURM does not requeue a command typed into a shell either; all commands of one shell belong to one step.
     known = read_job() if again and (JOB_ID in os.environ or not os.isatty(0)) else None
     job, restart = known or (uuid.uuid4().hex, 0)
     added = {AGENT_PID: str(os.getpid()), JOB_ID: job, RESTART: str(restart), **spec.env}
     if spec.min_nodes is not None:
         added[MIN_NODES] = str(spec.min_nodes)
     added |= as_variables({"hang_timeout_s": spec.hang_timeout_s})
-    # Without this variable Hydra hides errors from us.
+    # Without this variable Hydra hides errors from instep.
     added.setdefault("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "1"))
     if "OMP_NUM_THREADS" not in {**os.environ, **added}:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -177,7 +178,8 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 def secret_of(spec: LaunchSpec) -> Secret:
     """Return the job's secret: a new one for one node, the user's for several.
 
-    Where there is none, node 0 makes one and prints how the others get it. Other nodes go without, after a warning.
+    If there is none, node 0 makes one and prints how to give it to the others. Other nodes run without a secret, after
+    a warning.
 
     Raises:
         SettingError: the given one is unfit.
@@ -203,7 +205,7 @@ def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
 
 @contextlib.contextmanager
 def environment(added: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of this process within the block, which torch's agent passes to ranks; None removes one."""
+    """Set variables of this process in the block; torch's agent passes them to ranks. None removes a variable."""
     before = {name: os.environ.get(name) for name in added}
     _update(added)
     try:
@@ -222,7 +224,7 @@ def _update(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def signals_restored(signals: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
-    """Restore the handlers of these signals at the end of the block, which gets them."""
+    """Restore the handlers of these signals at the end of the block, which gets the old handlers."""
     before = {signum: signal.getsignal(signum) for signum in signals}
     try:
         yield before

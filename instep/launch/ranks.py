@@ -1,4 +1,4 @@
-"""The ranks of one round on this node, as the agent sees them: processes, exit codes, signals, ends."""
+"""The ranks of one round on this node, for the agent: processes, exit codes, signals, ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ranks:
     def __init__(self, processes: Processes, say: Callable[[str], None]) -> None:
         self.processes = processes
         self._say = say
-        self._alone: set[int] | None = None  # ranks that had ended before any was sent a signal
+        self._alone: set[int] | None = None  # ranks that had ended before the agent sent any signal
         self.killed: list[int] = []
 
     def codes(self) -> dict[int, int | None]:
@@ -45,13 +45,13 @@ class Ranks:
         return None in self.codes().values()
 
     def send(self, signum: signal.Signals) -> None:
-        """Send a signal to all running ranks, and not to their child processes."""
+        """Send a signal to all running ranks, but not to their child processes."""
         self._note_ends()
         for process in self.processes.by_rank().values():
             process.send_signal(signum)
 
     def kill(self) -> None:
-        """Kill the running ranks with all processes they started: each rank leads a session of its own."""
+        """Kill the running ranks with all processes that they started: each rank leads its own session."""
         self._note_ends()
         running = [(rank, process) for rank, process in self.processes.by_rank().items() if process.poll() is None]
         for rank, process in running:
@@ -75,7 +75,8 @@ class Ranks:
             beats: tells how far they were.
         """
         slots, host = beats.read(), socket.gethostname()
-        alone = self._note_ends()  # a killed rank may become known after the ranks whose connections broke
+        # the end of a killed rank may be noticed after the ends of ranks whose connections broke
+        alone = self._note_ends()
         return [
             RankEnd(
                 rank,
@@ -94,7 +95,7 @@ class Ranks:
         ]
 
     def main_process(self) -> tuple[int, Path] | None:
-        """Find the process id of rank 0 and the run folder that it sent; None if it is on another node or sent none."""
+        """Return the process id of rank 0 and the run folder that it sent; None if there are none on this node."""
         if 0 not in self.processes.local:
             return None
         folder = read_run_folder(self.processes.error_file(0))

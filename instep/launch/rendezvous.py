@@ -1,9 +1,10 @@
-"""Rendezvous of agents and ranks: a fixed set of nodes or whoever comes, and a new store for the ranks every time.
+"""Rendezvous of agents and ranks: a fixed or elastic set of nodes, and a new store for the ranks in every round.
 
 torch's rendezvous for a fixed set of nodes keeps one store for all rounds, so ranks that were started again read the
-addresses of dead ones and hang; its elastic one numbers the restarts by agent and may do the same. Here the ranks of
-one node meet in a new file of the agent's private folder, at no port. Of several nodes the first one hosts a new store
-for each round; the agents talk over connections of their own (`node_channel`), and sign what they write (`signed`).
+addresses of dead ones and hang; its elastic rendezvous counts the restarts of each agent separately and may hang too.
+Here the ranks of a single node meet in a new file of the agent's private folder, without a port. With several nodes,
+the first one hosts a new store for each round. The agents communicate over their own connections (`node_channel`), and
+sign what they write (`signed`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Nodes(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: the agents agree on the end themselves."""
+        """Do nothing, since the agents agree on the end themselves."""
 
     def shutdown(self) -> bool:
         self._ranks_store = None
@@ -92,13 +93,13 @@ class Nodes(RendezvousHandler):
         """Release the resources of a round; a second call does nothing."""
 
     def _info(self, store: Store, name: str, node: int, nodes: int, address: str) -> RendezvousInfo:
-        """Open the round of this name, whose first node hosts a new store for the ranks and says where."""
+        """Open the round of this name; its first node hosts a new store for the ranks and announces the address."""
         if node == 0:
             self._ranks_store = _serve(address, 0)
             store.set("ranks", self._secret.sign(f"{name}/ranks", [address, self._ranks_store.port]))
         address, port = self._secret.verify(f"{name}/ranks", store.get("ranks"))
         self.renew = False
-        # The agents' own keys must not meet the ranks' in one store.
+        # The agents' keys have a prefix, so that they cannot collide with the ranks' keys.
         signed: Any = SignedStore(PrefixStore("agents", store), self._secret, f"{name}/agents")
         return RendezvousInfo(signed, node, nodes, RendezvousStoreInfo(address, port))
 
@@ -121,7 +122,8 @@ class OneNode(Nodes):
 
     @property
     def use_agent_store(self) -> bool:
-        return False  # a program that makes the process group by `env://` has rank 0 host a store, as without an agent
+        # as without an agent, a program that makes the process group by `env://` lets rank 0 host the store
+        return False
 
     def get_backend(self) -> str:
         return "instep-one-node"
@@ -129,7 +131,7 @@ class OneNode(Nodes):
     def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
         self.close()
-        # The port is bound and does not listen: rank 0 may still listen there, and nobody gets it as a free one.
+        # The port is bound but does not listen: rank 0 can still listen on it, and no other program gets it as free.
         self._kept_port = socket.socket()
         self._kept_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._kept_port.bind((_LOOPBACK, 0))
@@ -155,7 +157,7 @@ class FixedNodes(Nodes):
         assert spec.master_port is not None
         self._where = spec.master_addr, spec.master_port
         self._round = -1
-        self._name = spec.run_id or "job"  # the name is the same on all nodes
+        self._name = spec.run_id or "job"  # the name must be the same on all nodes
         self._meeting: Store | None = None
 
     def get_backend(self) -> str:
@@ -175,9 +177,9 @@ class FixedNodes(Nodes):
 
 
 class ElasticNodes(Nodes):
-    """torch's "c10d" rendezvous: from `min_nodes` to `num_nodes` nodes that come and go, numbered anew in each round.
+    """torch's "c10d" rendezvous: from `min_nodes` to `num_nodes` nodes that come and go, renumbered in each round.
 
-    The agents' store is hosted by the first agent on the machine that `rdzv_endpoint` names: the job ends with it.
+    The first agent on the machine that `rdzv_endpoint` names hosts the agents' store. The job ends with this agent.
     """
 
     elastic = True
@@ -206,7 +208,7 @@ class ElasticNodes(Nodes):
         return "c10d"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # torch's own store for the ranks, which it keeps over rounds, is not used.
+        # torch's own store for the ranks is not used, since torch keeps it over rounds.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         try:
             info = self._handler.next_rendezvous()
@@ -259,7 +261,7 @@ def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCP
     if here:
         try:
             return _serve(address, port, timeout_s)
-        except RuntimeError:  # another agent of this machine came first
+        except RuntimeError:  # another agent of this machine was first
             pass
     try:
         return _join(address, port, timeout_s)
@@ -271,7 +273,7 @@ def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCP
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Find the address of this machine on the network that leads to a host; nothing is sent."""
+    """Find this machine's address on the network that leads to a host; nothing is sent."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -286,5 +288,5 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _is_local(host: str, near: str) -> bool:
-    """Return whether a host name is this machine: the route to it begins and ends here."""
+    """Return whether a host name means this machine, that is, whether the route to it begins and ends here."""
     return near in {entry[4][0] for entry in socket.getaddrinfo(host, None)} or host in ("localhost", "127.0.0.1")

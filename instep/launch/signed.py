@@ -1,6 +1,6 @@
-"""The agents' store with a MAC on every value: whoever reaches its port may read and write there.
+"""The agents' store with a MAC on every value, since anybody who reaches its port may read and write there.
 
-What was not signed with the job's secret, or for another key, is an error and is never unpickled.
+A value that was not signed with the job's secret, or was signed for another key, is an error and is never unpickled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from instep.state.secret import MAC_BYTES, Secret, not_ours
 
 
 class SignedStore:
-    """JSON values in a store of torch's, by key.
+    """JSON values by key in a torch store.
 
     Args:
         store: the store.
@@ -39,21 +39,21 @@ class SignedStore:
         self._store.set(key, self._sign(key, value))
 
     def find(self, key: str, default: Any = None) -> Any:
-        """Read a value; None if there is none."""
+        """Read a value; `default` if there is none."""
         return self.wait_for(key) if self._store.check([key]) else default
 
     def wait_for(self, key: str) -> Any:
-        """Read a value, waiting until there is one."""
+        """Wait until there is a value, and read it."""
         return self._secret.verify(f"{self._name}/{key}", self._store.get(key))
 
     def set_once(self, key: str, value: Any) -> Any:
-        """Write a value if there is none yet, and return the value that is there."""
+        """Write a value if there is none yet, and return the stored value."""
         return self._secret.verify(f"{self._name}/{key}", self._store.compare_set(key, "", self._sign(key, value)))
 
     def _sign(self, key: str, value: Any) -> str:
         return self._secret.sign(f"{self._name}/{key}", value)
 
-    # ---- what torch's agent asks of a store, for the ranks' numbers
+    # ---- methods that torch's agent calls on a store, for the ranks' numbers
 
     def set(self, key: str, value: str | bytes) -> None:
         self.put(key, value if isinstance(value, str) else value.decode())
@@ -82,7 +82,7 @@ class SignedBackend(RendezvousBackend):
         secret: the job's.
     """
 
-    _NOTHING = b"-"  # a store's `get` would wait for a first value
+    _NOTHING = b"-"  # written first, since a store's `get` would wait for a first value
 
     def __init__(self, store: Store, run_id: str, secret: Secret) -> None:
         self._store, self._secret = store, secret

@@ -1,4 +1,4 @@
-"""Specification of what one agent runs, shared by the engine and its parts."""
+"""Description of what one agent runs, used by the engine and its parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from instep.errors import SettingError, UsageError, one_of
 
-# Seconds over the ranks' grace period, at whose end they end themselves and say where they were.
+# Seconds after the ranks' grace period; at the end of that period, ranks end themselves and report where they were.
 SHUTDOWN_MARGIN_S = 5.0
 
 _RDZV_CONF = (
@@ -149,7 +149,7 @@ def spec_for_nodes(
 ) -> LaunchSpec:
     """Make the `LaunchSpec` of this node's agent, for a program that is started once on each node.
 
-    With several nodes the environment names this node and the place where they meet: `NODE_RANK`, `MASTER_ADDR` and
+    With several nodes the environment gives this node's rank and the meeting point: `NODE_RANK`, `MASTER_ADDR` and
     `MASTER_PORT`, as for torchrun.
 
     Args:

@@ -1,15 +1,15 @@
-"""All that is changed of torch's elastic agent, and all of torch's private names that the engine relies on.
+"""All changes to torch's elastic agent, and all private names of torch that the engine uses.
 
-`LocalElasticAgent` starts ranks, asks about them ten times a second, starts them again and tells what failed. Four of
-its steps are changed here, and why:
+`LocalElasticAgent` starts ranks, checks them ten times a second, restarts them and reports failures. This module
+changes four of its steps:
 
-- `_start_workers`: starting installs signal handlers that raise in the middle of anything; ours are put back.
+- `_start_workers`: torch installs signal handlers that may raise anywhere; instep's handlers are restored.
 - `_monitor_workers`: torch sends SIGTERM to a rank's whole process group, data loader workers too, as soon as one rank
   ends with a code other than 0, and waits 30 s. Here `Steps` decides, and only the rank gets a signal.
-- `_exit_barrier`: torch's waits up to 5 minutes in its store for agents that may be gone.
-- `_shutdown`: it comes after an error or a signal, too; `Steps` ends the ranks first.
+- `_exit_barrier`: torch's method waits up to 5 minutes for agents that may be gone.
+- `_shutdown`: torch calls it after an error or a signal too; `Steps` ends the ranks first.
 
-`tests/launch/test_torch_agent.py` holds torch against what is relied on here.
+`tests/launch/test_torch_agent.py` checks that torch still has what this module uses.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from instep.state.environment import RESTART
 
 
 class Steps(Protocol):
-    """Methods by which the engine takes part in each step of torch's agent."""
+    """Methods that torch's agent calls at each of its steps; the engine implements them."""
 
     def starting(self, group: WorkerGroup) -> AbstractContextManager[None]:
-        """Context around each start of ranks; this node's number and the round's store are known."""
+        """Context around each start of ranks, in which this node's number and the round's store are known."""
         ...
 
     def monitor(self) -> RunResult:
@@ -51,12 +51,12 @@ class Steps(Protocol):
         ...
 
     def close(self) -> None:
-        """Release resources; called once or twice."""
+        """Release resources; may be called twice."""
         ...
 
 
 class TorchAgent(LocalElasticAgent):
-    """torch's agent with the steps of the engine.
+    """torch's agent that calls the engine's steps.
 
     Args:
         workers: what the ranks run, and how the agents meet.
@@ -74,7 +74,7 @@ class TorchAgent(LocalElasticAgent):
 
     @property
     def processes(self) -> Processes | None:
-        """The ranks of the latest start, also of one that a signal has cut short; None before the first."""
+        """The ranks of the latest start, even if a signal interrupted it; None before the first."""
         if self._pcontext is None:
             return None
         if self._processes is None or self._processes.context is not self._pcontext:
@@ -82,7 +82,7 @@ class TorchAgent(LocalElasticAgent):
         return self._processes
 
     def allow_restarts(self, count: int) -> None:
-        """Set how many restarts torch's agent may still make: the agents of all nodes count together."""
+        """Set how many restarts torch's agent may still make, since the agents of all nodes share one count."""
         self._remaining_restarts = count
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -120,7 +120,7 @@ class Processes:
         self._forked = forked
 
     def by_rank(self) -> dict[int, Any]:
-        """Return each rank's process, as `subprocess.Popen` or alike."""
+        """Return each rank's process, a `subprocess.Popen` or similar."""
         context = self.context
         if self._forked:
             return {rank: ForkedRank(context._pc.processes[index]) for rank, index in self.local.items()}
@@ -131,11 +131,11 @@ class Processes:
         return self.context.error_files[self.local[rank]]
 
     def stderr_of(self, rank: int) -> str:
-        """Return the file of what a rank printed; empty where it went to the console."""
+        """Return the file of a rank's stderr; empty if stderr went to the console."""
         return self.context.stderrs[self.local[rank]]
 
     def failures(self) -> dict[int, ProcessFailure]:
-        """Return the ranks that ended badly, as torch's agent has them."""
+        """Return the ranks that ended badly, according to torch's agent."""
         return {
             rank: ProcessFailure(self.local[rank], process.pid, process.returncode, self.error_file(rank))
             for rank, process in self.by_rank().items()
@@ -143,7 +143,7 @@ class Processes:
         }
 
     def stop_tails(self) -> None:
-        """Print the rest of what the ranks have printed, before any message about them."""
+        """Print the rest of the ranks' output before any message about the ranks."""
         tails = getattr(self.context, "_tail_logs", None)
         if tails is None:  # torch 2.9 has no list of the tails
             tails = (self.context._stdout_tail, self.context._stderr_tail)
@@ -152,7 +152,7 @@ class Processes:
         sys.stdout.flush()
 
     def close_logs(self) -> None:
-        """Close the files of what the ranks printed: torch leaves them open."""
+        """Close the files of the ranks' output, which torch leaves open."""
         handlers: Iterable[Any] = getattr(self.context, "subprocess_handlers", {}).values()
         for handler in handlers:
             for file in (handler._stdout, handler._stderr):
@@ -161,7 +161,7 @@ class Processes:
 
 
 def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
-    """Return torch's description of where ranks print, with a folder for reports if the user wants no files."""
+    """Return torch's description of where ranks print, with a folder for reports if the user asked for no files."""
     if spec.log_dir is None:
         return _Logs(folder)
     tee = Std.ALL if spec.tee is True else dict.fromkeys(spec.tee or (), Std.ALL)
@@ -171,7 +171,7 @@ def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
 
 
 class _Logs(DefaultLogsSpecs):
-    """A folder for every start: torch's own class deletes the files of a start that was no restart."""
+    """A folder for every start, since torch's own class deletes the files of an earlier start."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": os.environ[RESTART]} for rank, env in envs.items()}

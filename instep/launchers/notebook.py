@@ -1,4 +1,4 @@
-"""Running a function as N ranks: in a notebook, and in a test or an interactive session.
+"""Running a function as N ranks, in a notebook, a test or an interactive session.
 
 The ranks are forked, so the function may be defined in a cell; instep's agent starts and watches them, as it does for
 programs.
@@ -20,7 +20,7 @@ from instep.state.process import is_held
 from instep.utils.checks import at_least, is_int, wrong
 from instep.utils.porting import instead_of
 
-# Settings of LaunchSpec that apply to programs alone are left out.
+# Settings of LaunchSpec, without those that apply only to programs.
 _SETTINGS = (
     *("max_restarts", "shutdown_s", "hang_timeout_s", "env", "log_dir", "tee"),
     *("num_nodes", "node_rank", "master_addr", "master_port", "run_id", "local_addr", "secret_file"),
@@ -32,9 +32,9 @@ def notebook_launcher(
 ) -> list[Any]:
     """Run a function as several ranks from a notebook.
 
-    Make the Trainer or Accelerator inside the function: there it sees that it runs in a rank. One process runs in the
-    notebook itself. Interrupting the kernel is passed on to the ranks, which save and end. A rank uses one CPU thread,
-    since a fork has none of its parent's.
+    Make the Trainer or Accelerator inside the function, so that it knows its rank. A single process runs in the
+    notebook itself. If the kernel is interrupted, the ranks get the interrupt, save and end. A rank uses one CPU
+    thread, since a fork does not inherit its parent's threads.
 
     Args:
         function: what each rank runs.
@@ -70,7 +70,7 @@ def notebook_launcher(
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2, **settings: Any
 ) -> list[Any]:
-    """Run a function as several ranks on the CPU, to see whether it works with more than one.
+    """Run a function as several ranks on the CPU, to test whether it works with several ranks.
 
     Args:
         function: what each rank runs.
@@ -97,7 +97,7 @@ def debug_launcher(
 
 def _devices() -> tuple[str, int]:
     """Return the kind of device of this machine, and the number of ranks for it."""
-    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # torch's other way leaves CUDA unusable after a fork
+    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # torch's other check makes CUDA unusable after a fork
         kind = find_device_kind("auto")
         return kind.name, 1 if kind.name == "cpu" else kind.count()
 
@@ -129,7 +129,7 @@ def _launch(
         raise UsageError(f"{name}: num_processes={count} must be at least 1")
     _check_unused(name, device)
     spec = LaunchSpec(count, (getattr(function, "__name__", type(function).__name__),), **settings)
-    from instep.launch.agent import run_agent  # late, as the engine does: only a launch pays for it
+    from instep.launch.agent import run_agent  # imported late, as in the engine, so that only a launch loads it
 
     forked = Forked(function, args)
     code = run_agent(spec, forked)
@@ -149,8 +149,8 @@ def _launch(
 
 
 def _check_unused(name: str, device: str) -> None:
-    """Refuse a GPU or process group that is in use: a fork inherits it, and cannot use it."""
-    torch: Any = sys.modules["torch"]  # torch was loaded by instep.state
+    """Raise if a GPU or process group is in use, since a fork would inherit it but could not use it."""
+    torch: Any = sys.modules["torch"]  # `instep.state` has loaded torch
     module = getattr(torch, device, None)
     if device != "cpu" and module is not None and module.is_initialized():
         problem, pattern = f"{device} was used", rf"{device}|\.to\(|Trainer\(|Accelerator\(|PartialState\("
@@ -174,6 +174,6 @@ def _cells(pattern: str) -> str:
         for line in cell.splitlines()
         if re.search(pattern, line)
     ]
-    outer = [(number, line) for number, line in found if not line[:1].isspace()]  # lines that are in no function's body
+    outer = [(number, line) for number, line in found if not line[:1].isspace()]  # lines outside of a function's body
     named = [f"cell [{number}]: {line.strip()}" for number, line in (outer or found)[:3]]
     return f" It was probably {'; or '.join(named)}." if named else ""

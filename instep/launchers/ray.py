@@ -1,8 +1,8 @@
-"""Ranks on a Ray cluster: Ray finds and keeps their places, the elastic agent of each node starts and watches them.
+"""Ranks on a Ray cluster: Ray reserves their resources; the elastic agent of each node starts and watches them.
 
-One actor holds the place of one rank, a bundle of a placement group. Those on one node belong together: the first of
-them runs the node's agent, as `instep launch` would there, so that local ranks, restarts, signals and exit codes are
-those of any other job, and a GPU of one rank is seen by its neighbors.
+One actor holds the resources of one rank, a bundle of a placement group. The first actor on each node runs the node's
+agent, as `instep launch` would on that node. So local ranks, restarts, signals and exit codes are as in any other job,
+and each rank sees the GPUs of all ranks on its node.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from instep.utils.untrusted_files import clean
 _PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.1
-_ANSWER_S = 60.0  # an actor that answers nothing for so long is as good as lost
+_ANSWER_S = 60.0  # seconds; an actor that does not answer for this long counts as lost
 
 
 @dataclass(frozen=True)
 class RayLauncher:
     """Launcher of jobs on an existing Ray cluster.
 
-    The program and the data have to be there on every node under the same paths, or come by `runtime_env`; so has
-    instep. Variables whose names begin with `INSTEP_` travel, others in `LaunchSpec.env`.
+    The program, the data and instep must exist on every node under the same paths, or come by `runtime_env`. Variables
+    whose names begin with `INSTEP_` are passed to the nodes; pass others in `LaunchSpec.env`.
 
     Args:
         address: of the cluster: `"auto"` for the one that this machine belongs to, `HOST:6379`, `ray://HOST:10001`, or
@@ -81,10 +81,10 @@ class RayLauncher:
             )
 
     def run(self, spec: LaunchSpec) -> int:
-        """Run a job and return when it has ended. What the ranks print is printed here.
+        """Run a job and return when it has ended. The ranks' output is printed by this process.
 
-        A signal that this process gets goes to all ranks, which then save and end. Where a node is lost and its ranks
-        with it, all ranks are placed anew, at most `spec.max_restarts` times.
+        A signal to this process is passed to all ranks, which then save and end. If a node is lost with its ranks, all
+        ranks are placed again, at most `spec.max_restarts` times.
 
         Args:
             spec: `spec.nproc * spec.num_nodes` ranks are placed wherever there is room for them; who meets where is
@@ -98,14 +98,14 @@ class RayLauncher:
             UsageError: there is no such cluster, or it has no room for the ranks.
         """
         ray: Any = require("ray", extra="ray", purpose="starting ranks on a Ray cluster")
-        name = uuid.uuid4().hex  # a name of this job alone; several jobs may have the same run_id
+        name = uuid.uuid4().hex  # unique for this job, since several jobs may have the same run_id
         secret = given_secret(file=spec.secret_file) or make_secret()
         spec = replace(spec, run_id=spec.run_id or f"instep-{name}", secret_file=None)
         with ExitStack() as stack:
             stack.enter_context(self._connected(ray))
             received = stack.enter_context(_signals())
             for times in range(spec.max_restarts + 1):
-                # More restarts than the agents can have counted before: the same job was started again.
+                # A number that no agent can have reached before, since the same job was started again.
                 job = {JOB_ID: name, RESTART: str(times * (spec.max_restarts + 1)), JOB_SECRET: secret.text()}
                 with self._placed(ray, spec.nproc * spec.num_nodes, received) as places:
                     agents = _agents(ray, spec, places, job, self.runtime_env)
@@ -192,7 +192,7 @@ def _agents(
     address = found[0][1]
     port = ray.get(first.free_port.remote())
     travels = {**{name: value for name, value in os.environ.items() if name.startswith("INSTEP_")}, **job}
-    travels.pop(JOB_SECRET_FILE, None)  # a path of this machine means nothing on another one
+    travels.pop(JOB_SECRET_FILE, None)  # a path of this machine has no meaning on another one
     folder = None if "working_dir" in (runtime_env or {}) else os.getcwd()
     agents: list[_Agent] = []
     for number, indices in enumerate(nodes.values()):
@@ -207,7 +207,7 @@ def _agents(
             rdzv_endpoint=f"{address}:{port}" if spec.rdzv_backend == "c10d" else None,
             local_addr=own,
         )
-        # Each actor sees its own GPU only; the ranks of a node tell theirs by their local rank.
+        # Each actor sees only its own GPU; the ranks of a node see all of them, and choose by their local rank.
         gpus = ",".join(number for index in indices for number in found[index][2])
         environment = {**travels, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
         fields = asdict(there)
@@ -218,7 +218,7 @@ def _agents(
 
 
 def _watch(ray: Any, agents: list[_Agent], received: list[int], spec: LaunchSpec) -> int | None:
-    """Print the agents' output until all have ended; return the job's exit code, None if a node was lost."""
+    """Print the agents' output until all have ended; return the job's exit code, or None if a node was lost."""
     running = dict(enumerate(agents))
     codes: list[int] = []
     lost = False
@@ -242,7 +242,7 @@ def _watch(ray: Any, agents: list[_Agent], received: list[int], spec: LaunchSpec
                 del running[number]
         if lost and spec.min_nodes is None and deadline == float("inf"):
             deadline = time.monotonic() + spec.shutdown_s
-            _signal(running, signal.SIGTERM)  # the other nodes cannot go on without the one that failed
+            _signal(running, signal.SIGTERM)  # the other nodes cannot continue without the failed one
         for number in received[told:]:
             _signal(running, number)
             told += 1

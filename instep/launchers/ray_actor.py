@@ -1,4 +1,4 @@
-"""Programs on the nodes of a Ray cluster: the actor that holds a rank's place, and the node's agent below it.
+"""Programs on the nodes of a Ray cluster: the actor that holds a rank's resources, and the agent that it starts.
 
 Only the standard library is imported here, since every actor loads this file; `python -m instep.launchers.ray_actor` is
 the agent, and loads the rest.
@@ -22,7 +22,7 @@ from typing import IO, Any
 
 
 class Place:
-    """The actor of a rank, which holds its resources; the first actor on each node runs the agent."""
+    """The actor of a rank, which holds the rank's resources; the first actor on each node runs the agent."""
 
     def __init__(self) -> None:
         self._agent: subprocess.Popen[bytes] | None = None
@@ -30,7 +30,7 @@ class Place:
         self._printed: deque[tuple[str, bytes]] = deque()
 
     def where(self) -> tuple[str, str, list[str]]:
-        """Return the node's id and address, and the numbers of the GPUs that this place has."""
+        """Return the node's id and address, and the numbers of this actor's GPUs."""
         import ray  # late: an optional package
 
         context = ray.get_runtime_context()
@@ -66,7 +66,7 @@ class Place:
             pump.start()
             self._pumps.append(pump)
         assert self._agent.stdin is not None
-        # The Python of this node, not of the driver.
+        # The Python of this node, not that of the driver.
         executable = sys.executable if spec["python"] else spec["executable"]
         self._agent.stdin.write(json.dumps({**spec, "executable": executable}).encode())
         self._agent.stdin.close()
@@ -81,7 +81,7 @@ class Place:
         code = self._agent.poll()
         if code is not None:
             for pump in self._pumps:
-                pump.join(5.0)  # a process that a rank has left behind may hold the other end
+                pump.join(5.0)  # a process that a rank left behind may hold the other end
         return code, [self._printed.popleft() for _ in range(len(self._printed))]
 
     def signal(self, number: int) -> None:
@@ -91,7 +91,10 @@ class Place:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run as a node's agent: the `LaunchSpec` comes on stdin, and it ends with the process whose id is the argument."""
+    """Run as a node's agent.
+
+    The `LaunchSpec` comes on stdin; the agent ends with the process whose id is the argument.
+    """
     # Late: an actor needs none of it.
     from instep.launch.agent import run_agent
     from instep.launch.spec import LaunchSpec
@@ -106,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     fields["log_dir"] = None if fields["log_dir"] is None else Path(fields["log_dir"])
     with contextlib.suppress(OSError), open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    # Not `engine.run`: the variables of the srun that started Ray here would make this a rank.
+    # Not `engine.run`, which would read the variables of the srun that started Ray and treat this process as a rank.
     return run_agent(LaunchSpec(**fields))
 
 

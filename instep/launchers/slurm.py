@@ -1,8 +1,8 @@
 """A job for SLURM: the batch script that starts one `instep launch` on each node, and its submission.
 
 The script asks SLURM to send SIGUSR1 ahead of the time limit, to the job's step but not to the script itself. The ranks
-save and end with exit code 75, and the script puts the job back into the queue. SLURM does that by itself where a node
-fails or a job of higher priority takes its place. A job that was put back goes on from its newest checkpoint.
+save and end with exit code 75, and the script puts the job back into the queue. SLURM itself requeues a job if a node
+fails or a job of higher priority takes its place. A requeued job resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from instep.errors import EXIT_PREEMPTED, SettingError, UsageError
 
 _CANNOT_SPLIT = "\n\r\0"
 _OWN = ("nodes", "ntasks", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "array")
-_ENDING_S = 15  # seconds from the end of the ranks to that of the job
+_ENDING_S = 15  # seconds from the end of the ranks to the end of the job
 _SECRET = (
     "# By this the job's agents and ranks know each other; srun hands it on.",
     '[ -n "$INSTEP_JOB_SECRET$INSTEP_JOB_SECRET_FILE" ] ||',
@@ -90,7 +90,7 @@ class BatchJob:
             "--requeue" if self.requeue else "--no-requeue",
             "--open-mode=append",
             f"--output={self.output}",
-            *self.options,  # users' options come last, since sbatch takes the last of two
+            *self.options,  # users' options come last, since sbatch uses the last one of two
         ]
         agent = [self.python, "-m", "instep", "launch", f"--num-nodes={self.nodes}", f"--devices={nproc}"]
         lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options if option), "", *self.setup]
@@ -137,7 +137,7 @@ def submit(job: BatchJob, test_only: bool = False) -> str:
 
 
 def check_time(text: str) -> str:
-    """Check a time limit and return it as SLURM reads it.
+    """Check a time limit and return it in SLURM's format.
 
     Raises:
         SettingError: it is none.

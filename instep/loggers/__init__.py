@@ -77,14 +77,14 @@ def register_logger(name: str, logger: type[Logger]) -> None:
 
 
 def logger_names() -> list[str]:
-    """List the names of loggers, those of other packages too."""
+    """List the names of loggers, including those of other packages."""
     from importlib.metadata import entry_points  # late: 10 ms, paid where a logger is named
 
     return [*NAMES, *(point.name for point in entry_points(group=GROUP) if point.name not in NAMES)]
 
 
 def logger_class(name: str) -> type[Logger]:
-    """Return the class of a name.
+    """Return the logger class for a name.
 
     Raises:
         SettingError: nobody registered it.
@@ -106,5 +106,5 @@ def name_of(logger: type[Logger]) -> str:
 
 
 def that_take(kind: str) -> list[str]:
-    """List this package's loggers that have a hook for a kind of value, such as "image"; loads no tracker."""
+    """List this package's loggers that have a hook for a kind of value, such as "image"; no tracker is loaded."""
     return [name for name in _names if takes(_load(name), kind)]

@@ -23,8 +23,8 @@ _SUBSETS = {"subset": {"train": "train_", "val": "val_", "test": "test_"}}
 class AimLogger(Logger):
     """Writes a run into an Aim repository; `aim up --repo <repo>` shows it.
 
-    Each value is on the disk at once, by its name and step: one that comes again takes the place of the one there, so
-    a resumed run has every step once. The run's hash travels in `state_dict`: a resumed run continues the same Aim run.
+    Each value is written at once, under its name and step. A value that is logged again replaces the first one, so a
+    resumed run has every step once. The run's hash is in `state_dict`, so a resumed run continues the same Aim run.
 
     Args:
         repo: the repository's folder, or `aim://host:port`. None: `save_dir`, else the one that Aim finds from the
@@ -79,7 +79,7 @@ class AimLogger(Logger):
 
     def _start(self) -> None:
         self._aim = require("aim", extra="aim", purpose="AimLogger")
-        if self.delivery.sends_rest:  # Aim would record this process, which is not the run
+        if self.delivery.sends_rest:  # otherwise Aim would record this process, which is not the run
             self._extras = {**dict.fromkeys(self._extras, False), "system_tracking_interval": None}
         if self._extras["log_system_params"] and find_spec("pkg_resources") is None:
             self._extras["log_system_params"] = False
@@ -93,13 +93,13 @@ class AimLogger(Logger):
             self._tracker = self._aim.Run(**arguments)
         except errors.MissingRunError as error:
             raise InstepError(f"AimLogger: {error} Give the `repo` with that run, or leave out `run_hash`.") from error
-        except (errors.RunLockingError, TimeoutError):  # the lock is held by a process that was killed on another host
+        except (errors.RunLockingError, TimeoutError):  # a process that was killed on another host still holds the lock
             self._tracker = self._aim.Run(force_resume=True, **arguments)
         self.delivery.version = self._tracker.hash
         self._tracker.name = self._name or self._tracker.name
 
     def _delivered(self) -> dict[str, int]:
-        return {}  # all may be sent again, since a value replaces the one that is there
+        return {}  # all records may be sent again, since each value replaces the stored one
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class AppendedFile:
-    """File to which a logger's thread appends; an append is written whole, or not at all.
+    """File to which a logger's thread appends; each append is written whole, or not at all.
 
-    Several loggers may append to one file, in turn. A link is refused, and a file that has another name as well is
-    copied first: both may lead out of the run folder.
+    Several loggers may append to one file, in turn. A symbolic link is refused, and a file with a second hard link is
+    copied first, since both may lead out of the run folder.
 
     Args:
         path: of the file, made where it is missing.
@@ -48,10 +48,10 @@ class AppendedFile:
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """Keep other loggers from changing the file in a `with` block; yield whether one has since the last block."""
+        """Lock other loggers out in a `with` block; yield whether one has changed the file since the last block."""
         self._take_turn(True)
         try:
-            while not self._is_at_path():  # another logger has put a file in its place
+            while not self._is_at_path():  # another logger has replaced the file
                 self._take_turn(False)
                 self.close()
                 self._open()
@@ -81,7 +81,7 @@ class AppendedFile:
 
     @contextmanager
     def replacing(self) -> Iterator[Path]:
-        """Write other content under another name in a `with` block; see `instep.utils.atomic.replacing`."""
+        """Write new content under another name in a `with` block; see `instep.utils.atomic.replacing`."""
         with self._going():
             with replacing(self.path, sync=False) as part:
                 yield part
@@ -90,7 +90,7 @@ class AppendedFile:
             self._take_turn(True)
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """Refuse further appends of the thread, and wait for one that has begun."""
+        """Refuse further appends of the thread, and wait for one in progress."""
         self._stopped = True
         if self._lock.acquire(timeout=timeout_s):
             self._lock.release()
@@ -125,21 +125,21 @@ class AppendedFile:
             return False
 
     def _take_turn(self, begins: bool) -> None:
-        with suppress(ImportError, OSError):  # Windows; a file system without locks; a file that is closed
+        with suppress(ImportError, OSError):  # Windows, a file system without locks, or a closed file
             import fcntl
 
             fcntl.flock(self._fd, fcntl.LOCK_EX if begins else fcntl.LOCK_UN)
 
 
 class OutputFile:
-    """A logger's output file as its delivery uses it, so that no record is written twice. This base has no file."""
+    """A logger's output file for its delivery, so that no record is written twice. This base class has no file."""
 
     appended: AppendedFile | None = None
     later_rows: Sequence[RowKey] = ()
     """Rows that a resumed run keeps of what came after its checkpoint."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "appended": None}  # a copy is closed
+        return {**self.__dict__, "appended": None}  # a copy has no open file
 
     @property
     def opened(self) -> AppendedFile:
@@ -148,7 +148,7 @@ class OutputFile:
         return self.appended
 
     def is_due(self, first: Record, last: Record) -> bool:
-        """Return True if the few records from the first to the last are written now, without waiting for more."""
+        """Return True if records that do not fill a batch are written now, without waiting for more."""
         return True
 
     def holds(self, record: Record) -> bool:
@@ -160,13 +160,13 @@ class OutputFile:
         return None
 
     def stop(self) -> None:
-        """Write nothing from now on."""
+        """Stop writing for good."""
         if self.appended is not None:
             self.appended.stop()
 
 
 def check_no_link(path: Path) -> None:
-    """Raise where a file of a logger is a link.
+    """Raise if a logger's file is a link.
 
     Raises:
         UsageError: it is one.

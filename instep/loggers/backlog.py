@@ -1,4 +1,4 @@
-"""Records of a logger that wait to be sent: the older ones in a file, the newer ones in memory."""
+"""Records of a logger that wait to be sent: the older records in a file, the newer ones in memory."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import INDEX_BYTES, clean, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
-QUEUE_RECORDS = 2_000  # most records in memory: writing more into the file would hold up a step by milliseconds
+QUEUE_RECORDS = 2_000  # most records in memory; spilling more at once would delay a step by milliseconds
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20
-_LOST_BYTES = 16 * _QUEUE_BYTES  # most bytes in memory if the disk takes nothing either
-_DISK_PAUSE_S = 5.0  # seconds after a full disk: each try writes the whole queue
+_LOST_BYTES = 16 * _QUEUE_BYTES  # most bytes in memory if the disk is full too
+_DISK_PAUSE_S = 5.0  # seconds between attempts on a full disk, since each attempt writes the whole queue
 _MOST_LINE_BYTES = 512 * 2**20
-_READ_BYTES = 2**20  # bytes of a group: reading it holds up a thread that appends
+_READ_BYTES = 2**20  # bytes that are read at one time; during a read, a thread that appends waits
 _HOOKS = ("_log_", "_after_save_checkpoint")
 _WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
-_MARK = b', "'  # separator before the mark, which is the last part of a line
-_ENCODER = json.JSONEncoder(default=str)  # once: `json.dumps` makes one for each line
+_MARK = b', "'  # separator before the user's mark, which is the last part of a line
+_ENCODER = json.JSONEncoder(default=str)  # made once, since `json.dumps` would make one for each line
 
 
 class Record(NamedTuple):
-    """A call of a logger's hook that waits; `step` is the global step, None if there is none."""
+    """A waiting call of a logger's hook; `step` is the global step, None if there is none."""
 
     hook: str
     args: tuple[Any, ...]
@@ -95,13 +95,13 @@ class Record(NamedTuple):
 
 
 def is_own(line: bytes, seal: Seal | None) -> bool:
-    """Return True if a line of the file was marked as this user's own."""
+    """Return True if this user's mark is on a line of the file."""
     data, _, mark = line.rstrip().rpartition(_MARK)
     return seal is not None and seal.is_own(data + b"]", mark.decode(errors="replace").removesuffix('"]'))
 
 
 class Row(NamedTuple):
-    """Metrics of one `log_metrics` call: numbers by name, the place on the x-axis, and seconds since 1970."""
+    """Metrics of one `log_metrics` call: numbers by name, the position on the x-axis, and seconds since 1970."""
 
     metrics: dict[str, float]
     step: int
@@ -109,7 +109,7 @@ class Row(NamedTuple):
 
 
 class RowKey(NamedTuple):
-    """Step and names of a row in a file, by which the row is recognized."""
+    """Step and names of a row in a file; these identify the row."""
 
     step: float
     names: frozenset[str]
@@ -122,19 +122,19 @@ class RowKey(NamedTuple):
         return RowKey(float(own_step or 0), frozenset(names))
 
 
-_KEPT = "\n\t\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # characters that join and part words, and are harmless
+_KEPT = "\n\t\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # harmless characters that join or separate words
 
 
 def written_name(name: str) -> str:
-    """Escape characters in a metric's name that UTF-8 lacks, or that a terminal obeys."""
+    """Escape characters in a metric's name that UTF-8 lacks, or that control a terminal."""
     return name if name.isprintable() else clean(name, _KEPT)
 
 
 class Backlog:
-    """Records that wait, in their order: the older ones in a file, the newer ones in memory. Safe between threads.
+    """Waiting records in their order: the older ones in a file, the newer ones in memory. Thread-safe.
 
-    A line of the file whose record has arrived loses its first character, so that a process that is killed leaves in it
-    only what waits.
+    When a record has arrived, the first character of its line is overwritten. So after a kill only the waiting lines of
+    the file are valid.
 
     Args:
         path: of the file, made where it is needed.
@@ -155,16 +155,16 @@ class Backlog:
         """Records that were moved into the file of those that the logger does not take."""
         self.place: int | None = None
         """Rows that the logger's file has before the first record that waits; None where it does not count them."""
-        self._next_row: int | None = None  # row of the first record in memory, where some wait in the file
+        self._next_row: int | None = None  # row of the first record in memory, if some records wait in the file
         self.lost = 0
         """Records that neither the memory nor the disk could take."""
         self._memory: deque[Record] = deque()
         self._bytes = 0
-        self._gone = 0  # number of records that `peek` returned and that were lost since then
+        self._gone = 0  # number of records that were lost after `peek` returned them
         self._file: BinaryIO | None = None
         self._in_file = 0
-        self._offset = 0  # place of the first record that waits in the file
-        self._end = 0  # place behind the last record in the file
+        self._offset = 0  # position in the file of the first waiting record
+        self._end = 0  # position in the file after the last record
         self._next_spill_s = 0.0
         self._is_closed = False
         self._lock = threading.Lock()
@@ -184,7 +184,7 @@ class Backlog:
                 self.is_many.set()
 
     def peek(self, most: int) -> list[Record]:
-        """Return the first records; a line of the file that is no record is left out."""
+        """Return the first records; lines of the file that are not records are left out."""
         with self._lock:
             self._gone = 0
             found: list[Record] = []
@@ -193,13 +193,13 @@ class Backlog:
             return found or list(islice(self._memory, most))
 
     def few(self) -> tuple[Record, Record] | None:
-        """Return the first and the last record, if some wait in memory but less than a batch; else None."""
+        """Return the first and the last record if fewer than a batch wait, all in memory; else None."""
         with self._lock:
             few = not self._in_file and 0 < len(self._memory) < BATCH
             return (self._memory[0], self._memory[-1]) if few else None
 
     def drop(self, number: int, place: int | None = None) -> None:
-        """Remove the first records that `peek` returned last, since they have arrived.
+        """Remove the first records that the last `peek` returned, since they have arrived.
 
         Args:
             number: of the records.
@@ -209,7 +209,7 @@ class Backlog:
             self.place = place
             gone, self._gone = min(number, self._gone), 0
             self.lost -= gone
-            if self._in_file:  # records may have been spilled to the file after `peek`
+            if self._in_file:  # records may have moved to the file after `peek`
                 self._skip(number - gone)
             else:
                 for _ in range(number - gone):
@@ -227,7 +227,7 @@ class Backlog:
     def take_over(self, keep: Callable[[Record], bool], place: int | None = None) -> int:
         """Put the records of an earlier process's file in front, if `keep` returns True for them.
 
-        Called once, before the first `peek`. What was spilled until then stays, behind it.
+        Called once, before the first `peek`. Records that were spilled before this call stay behind them.
 
         Args:
             keep: whether a record still waits.
@@ -247,7 +247,7 @@ class Backlog:
                 left = self._offset if is_ours else os.fstat(source.fileno()).st_size
                 while line := source.readline(min(left, _MOST_LINE_BYTES)):
                     left -= len(line)
-                    with suppress(ValueError):  # a process that was killed while it wrote leaves half a line
+                    with suppress(ValueError):  # a process that was killed while writing leaves half a line
                         record, own = Record.of_line(line), is_own(line, self.seal)
                         if not keep(record):
                             continue
@@ -258,7 +258,7 @@ class Backlog:
                             self.refuse(record)
                 if is_ours:
                     shutil.copyfileobj(source, out)
-                    self._next_row = None  # the lines were written when nobody knew the rows before them
+                    self._next_row = None  # the lines were written when the number of rows before them was unknown
             if self._file is not None:
                 self._file.close()
                 self._file = None
@@ -283,7 +283,7 @@ class Backlog:
         return self.path.with_suffix(".refused.jsonl")
 
     def close(self) -> None:
-        """Close the file, and delete it if nothing waits. A later record is written into it at once."""
+        """Close the file, and delete it if nothing waits. A later record is written into the file at once."""
         with self._lock, suppress(OSError):
             self._is_closed = True
             if self._file is not None:
@@ -291,8 +291,8 @@ class Backlog:
                     self.path.unlink(missing_ok=True)
                     if self.note is not None:
                         self.note.unlink(missing_ok=True)
-                        self.path.parent.rmdir()  # fails if something else waits in the folder
-                _lock_file(self._file.fileno(), False)  # a forked process may have the descriptor, and the lock with it
+                        self.path.parent.rmdir()  # fails if another file is in the folder
+                _lock_file(self._file.fileno(), False)  # a forked process may hold the descriptor, and with it the lock
                 self._file.close()
                 self._file = None
 
@@ -303,11 +303,11 @@ class Backlog:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._file = os.fdopen(descriptor, "r+b")
             _lock_file(descriptor, True)
-            self._offset = self._end = self._file.seek(0, os.SEEK_END)  # begin behind what an earlier process left
+            self._offset = self._end = self._file.seek(0, os.SEEK_END)  # start after the lines of an earlier process
         return self._file
 
     def _is_ours(self, file: BinaryIO) -> bool:
-        """Return whether only this thread has written into the file: while a tracker hangs, the next thread does so."""
+        """Return whether only this thread has written into the file; while a tracker hangs, another thread may."""
         return os.fstat(file.fileno()).st_size == self._end
 
     def _numbered(self, record: Record) -> Record:
@@ -326,7 +326,7 @@ class Backlog:
             file = self._opened() if data else self._file
             if file is None:
                 return
-            # Written past `file`: its buffer would keep what a full disk refuses, and write it a second time.
+            # Written without `file`, whose buffer would keep what a full disk refuses, and write it a second time.
             descriptor, done = file.fileno(), 0
             try:
                 while done < len(data):
@@ -347,7 +347,7 @@ class Backlog:
         self._bytes = 0
 
     def _make_room(self, error: OSError) -> None:
-        """Keep the records in memory that the disk does not take, up to a limit."""
+        """Keep the records in memory that the disk does not accept, up to a limit."""
         if self._bytes < _LOST_BYTES and len(self._memory) < 100 * QUEUE_RECORDS:
             return
         if not self.lost:
@@ -394,14 +394,14 @@ def _private(path: str, flags: int) -> int:
 
 
 def _lock_file(descriptor: int, locked: bool) -> None:
-    with suppress(ImportError, OSError):  # Windows; a file system without locks
+    with suppress(ImportError, OSError):  # Windows, or a file system without locks
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if locked else fcntl.LOCK_UN)
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Read the file that stands beside a logger's backlog; {} where there is none that can be read."""
+    """Read the file beside a logger's backlog; {} if there is none that can be read."""
     with suppress(OSError, ValueError):
         return parse_object(read_regular(path, INDEX_BYTES))
     return {}

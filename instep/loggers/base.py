@@ -1,4 +1,4 @@
-"""The base class of loggers: it takes what is logged, and a subclass writes it, in a thread of its own."""
+"""The base class of loggers: it queues what is logged, and a subclass writes it in the logger's own thread."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_TIMEOUT_S = 1e9  # 30 years in seconds; locks of the system take no infinity
+_MOST_TIMEOUT_S = 1e9  # 30 years in seconds, since locks of the system do not accept infinity
 _OPTIONS = ("save_dir", "name", "version", "prefix", "x_axis", "log_model", "save_code", "per_rank", "flush_timeout_s")
 
 
 def take_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove the arguments of `Logger` from those of a subclass, which gives the rest to its package; return them."""
+    """Remove and return the arguments of `Logger` from a subclass's arguments, whose rest its package gets."""
     return {name: arguments.pop(name) for name in _OPTIONS if name in arguments}
 
 
@@ -44,7 +44,7 @@ def numbered(name: str, values: Sequence[T]) -> list[tuple[str, T]]:
 
 
 class NoExperiment:
-    """Stand-in for the writer of a logger that writes nothing: every method does nothing."""
+    """Stand-in for the experiment of a logger that writes nothing: every method does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
@@ -53,25 +53,25 @@ class NoExperiment:
 class Logger:
     """Base of loggers, which write a run's metrics, hyperparameters, pictures, files and so on.
 
-    The public methods may be called at any time and on any rank: only the main process writes, unless `per_rank`. They
-    put what they get into a queue; a thread of the logger's own calls the hooks of the subclass, in order, so that a
-    slow tracker holds up no step. A hook that raises does not end the run: a warning says so, and the record is tried
-    again after a pause; what does not fit into the memory or has not arrived at the end waits in
+    The public methods may be called at any time and on any rank; only the main process writes, unless `per_rank` is
+    set. They put records into a queue. The logger's own thread calls the hooks of the subclass, in order, so a slow
+    tracker delays no step. If a hook raises, the run continues: a warning is given, and the record is tried again after
+    a pause. Records that do not fit into memory, or have not arrived at the end, wait in
     `<run>/loggers/<logger>.jsonl`, which `instep runs sync` sends. `save`, `finalize` and a checkpoint send what waits.
 
     What comes before a run waits in memory and is written at its start, or by `save`, `finalize` and the program's end
     where no run starts. With a `save_dir`, and no Trainer that has the logger, it opens at once; `experiment` opens it
-    too. What comes after `finalize` opens it again.
+    too. A call after `finalize` opens the logger again.
 
     A subclass overrides hooks: `_start`, `_log_metrics`, `_log_hyperparams`, `_log_text`, `_log_image` and so on, as
-    below. They run while the logger is open, with plain values. What a subclass has no hook for is left out, with one
-    warning.
+    below. They run while the logger is open, with plain values. Values for which a subclass has no hook are left out,
+    with one warning.
 
     A logger writes into `log_dir`: the run folder, or, with a `save_dir`, `<save_dir>/<name>/<version>`, where the
-    version is the next free `version_N` unless given. The first logger with a `save_dir` decides: that folder is
-    the run folder then, with the checkpoints, and loggers of the same `save_dir` and `name` write there too. Opened
-    before a run a logger takes the folder that the run will have. Where the run goes on in another one (it is resumed,
-    or has another `default_root_dir`), what was written stays where it is, with a warning.
+    version is the next free `version_N` unless given. The folder of the first logger with a `save_dir` becomes the run
+    folder, with the checkpoints, and loggers of the same `save_dir` and `name` write there too. A logger that is opened
+    before a run uses the folder that the run is expected to have. If the run then uses another folder (it is resumed,
+    or has another `default_root_dir`), earlier files stay where they are, with a warning.
 
     Args:
         save_dir: where run folders go; the first logger that has one decides. None: the run folder.
@@ -116,23 +116,24 @@ class Logger:
         10 {'loss': 0.5}
     """
 
-    # Defaults on the class: a subclass that forgets `super().__init__()` still works.
+    # Defaults on the class, so that a subclass that forgets `super().__init__()` still works.
     _save_dir: Path | None = None
     _name: str | None = None
     _given_version: int | str | None = None
     _prefix: str = ""
     _sub_dir: str | None = None  # a folder below the run's folder
-    _file: OutputFile | None = None  # a logger that writes one sets it
-    _refused: frozenset[str] = frozenset()  # kinds that the subclass lacks, each warned of once
-    _tracker: Any = None  # object of the tracker's package that `experiment` shows; exists while it is open
-    _writers: AbstractSet[str] = frozenset()  # further attributes of a subclass that exist while it is open
-    _draws_graph: bool = False  # the Trainer calls `log_graph` at the start of fit
+    _file: OutputFile | None = None  # set by a logger that writes a file
+    _refused: frozenset[str] = frozenset()  # kinds without a hook that were logged; each was warned of once
+    _tracker: Any = None  # object of the tracker's package that `experiment` returns; exists while the logger is open
+    # further attributes of a subclass that exist only while the logger is open
+    _writers: AbstractSet[str] = frozenset()
+    _draws_graph: bool = False  # True if the Trainer should call `log_graph` at the start of fit
     _x_axis: str = "step"
     log_model: bool | str = False
     _save_code: bool = False
     _per_rank: bool = False
     _flush_timeout_s: float = 30.0
-    _start_timeout_s: float = 60.0  # seconds: a tracker that takes longer to open does so while the run goes on
+    _start_timeout_s: float = 60.0  # seconds; a tracker that takes longer to open continues while the run starts
 
     project_argument: str = "name"
     """The constructor's argument that takes the project of `accelerator.init_trackers(project)`."""
@@ -164,7 +165,7 @@ class Logger:
         flush_timeout_s: float = 30.0,
         **unknown: Any,
     ) -> None:
-        for given in unknown:  # raised here, and not by Python: this text names the class, and what was meant
+        for given in unknown:  # raised here, since Python's own error would not name the class and the nearest argument
             known = inspect.signature(type(self)).parameters
             names = dict.fromkeys([*known, *inspect.signature(Logger).parameters])
             for kind in ("self", "options", "unknown", "kwargs"):
@@ -192,12 +193,12 @@ class Logger:
         self._flush_timeout_s = min(seconds, _MOST_TIMEOUT_S)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is closed: it opens a writer of its own.
+        # A copy is closed; it opens its own writer.
         return {**self.__dict__, **dict.fromkeys({"_tracker", *self._writers} & self.__dict__.keys())}
 
     @classmethod
     def check_installed(cls) -> None:
-        """Raise where the tracker's package is missing.
+        """Raise if the tracker's package is missing.
 
         Raises:
             MissingPackageError: the text has the `pip install`.
@@ -208,7 +209,7 @@ class Logger:
 
     @cached_property
     def delivery(self) -> Delivery:
-        """The records' way to the tracker: the place in each run, the records that wait, and the thread that writes."""
+        """Delivery of the records to the tracker: the folder of each run, the waiting records, and the thread."""
         from instep.loggers.appended import OutputFile  # late: a Trainer without loggers does not need them
         from instep.loggers.delivery import Delivery, Writer
 
@@ -258,7 +259,7 @@ class Logger:
 
     @property
     def log_dir(self) -> str | None:
-        """The folder this logger writes into; before a run that of `version`, and None without a `save_dir`."""
+        """The folder this logger writes into; before a run, the folder of `version`, or None without a `save_dir`."""
         folder = self.delivery.log_dir
         if folder is None and self.delivery.run_dir is None and self.runs_dir is not None and self.version is not None:
             folder = self.runs_dir / folder_name(self.version) / (self._sub_dir or "")
@@ -357,7 +358,7 @@ class Logger:
         data: Iterable[Sequence[Any]] | None = None,
         dataframe: Any = None,
     ) -> None:
-        """Record texts, such as samples of what a model says.
+        """Record texts, such as samples of a model's output.
 
         Args:
             key: the text's name, or texts by name.
@@ -385,7 +386,7 @@ class Logger:
         self.log("image", {key: images}, step, **kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record pictures by name, each as `log_image` takes them."""
+        """Record pictures by name, each in a form that `log_image` accepts."""
         self.log("image", values, step, **kwargs)
 
     def log_audio(self, key: str, audios: Any, step: int | None = None, **kwargs: Any) -> None:
@@ -430,7 +431,7 @@ class Logger:
         self.log("table", {key: None}, step, columns=columns, data=data, dataframe=dataframe)
 
     def log_artifact(self, path: PathLike, name: str | None = None, type: str = "file") -> None:
-        """Keep a file or folder with the run. It is read by the thread later, and must still be there then.
+        """Keep a file or folder with the run. The thread reads it later, so it must still exist then.
 
         Args:
             path: of the file or folder.
@@ -494,7 +495,7 @@ class Logger:
             self.delivery.ask(partial(self._log_graph, module, example_input))
 
     def watch(self, module: Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Make the tracker's own package watch a module while it trains, if it can.
+        """Let the tracker's own package watch a module while it trains, if it can.
 
         Args:
             module: the model.
@@ -512,7 +513,7 @@ class Logger:
             if not delivery.is_open:
                 delivery.put("_after_save_checkpoint", (to_path(path),))
             elif type(self)._after_save_checkpoint is not Logger._after_save_checkpoint:
-                # Asked for now, since the checkpoint may be deleted later.
+                # Requested now, since the checkpoint may be deleted later.
                 delivery.ask(partial(self._after_save_checkpoint, to_path(path)))
             if self.log_model == "all":
                 self.log_checkpoint(path)
@@ -528,7 +529,7 @@ class Logger:
             self.delivery.put("_log_checkpoint", (to_path(path), list(aliases)))
 
     def save(self) -> None:
-        """Bring everything recorded so far to the tracker, or else to the disk."""
+        """Send everything recorded so far to the tracker, or else write it to the disk."""
         self.delivery.save()
 
     def finalize(self, status: str = "success") -> None:
@@ -540,14 +541,14 @@ class Logger:
         self.delivery.close(status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON values with which a resumed run appends instead of starting anew.
+        """Return the JSON values with which a resumed run appends instead of starting again.
 
-        Flushes first, so that a checkpoint never knows more than the files do.
+        Flushes first, so that the files always hold all that the checkpoint counts as logged.
         """
         return self.delivery.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the run of this state from the next start on; an open logger is closed first.
+        """Continue the run of this state at the next start; an open logger is closed first.
 
         Args:
             state_dict: what `state_dict` gave; `global_step` beside it says where the checkpoint was saved, for what
@@ -624,18 +625,18 @@ class Logger:
         """Close what `_start` opened."""
 
     def _delivered(self) -> Mapping[str, int] | None:
-        """Return the last step of each metric that the tracker has; None if it cannot be asked.
+        """Return the last step that the tracker has of each metric; None if the tracker cannot tell.
 
         Called after `_start` of a resumed run, and after a failure of a logger that is not `_LOCAL`.
         """
         return None
 
     def _sent_name(self, name: str) -> str:
-        """Return the name that the tracker allows for a metric's name; always the same for the same name."""
+        """Return the name that the tracker allows for a metric's name; the same name always gives the same result."""
         return name
 
     def _experiment(self) -> Any:
-        """Return what `experiment` shows: `_tracker`, and the logger itself where a subclass has none."""
+        """Return what `experiment` returns: `_tracker`, or the logger itself if a subclass has none."""
         return self if self._tracker is None else self._tracker
 
 

@@ -24,9 +24,9 @@ class ClearMLLogger(Logger):
     """Writes a ClearML task: to its server, or offline below `<run folder>/clearml` for `Task.import_offline_session`.
 
     "train_loss" is the series "train" of the plot "loss". The same holds for names with `val_`, `eval_` and `test_`. A
-    resumed run continues the same task; offline it is a further session in the same folder, and what the sessions have
-    is not written again. ClearML reports in a thread, not in a process that it would fork from training. A task that
-    the script made by `Task.init` is used as it is, and left open.
+    resumed run continues the same task; offline it adds a session in the same folder, and values that are in earlier
+    sessions are not written again. ClearML reports from a thread, not from a process that it would fork from training.
+    A task that the script made by `Task.init` is used as it is, and left open.
 
     Args:
         project_name: the project. None: CLEARML_PROJECT, else "instep".
@@ -43,7 +43,7 @@ class ClearMLLogger(Logger):
     project_argument = "project_name"
     _NEEDS = ("clearml", "clearml")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # seconds: the run begins without a server that does not answer
+    _start_timeout_s = 15.0  # seconds; the run begins even if the server does not answer
     _SYNC = ("project_name", "offline")
 
     def __init__(
@@ -74,7 +74,7 @@ class ClearMLLogger(Logger):
             self.delivery.version = self.version or f"offline-{uuid4().hex}"
             folder = (self._save_dir or self.delivery.folder).absolute() / "clearml" / str(self.version)
             given = {_CACHE: os.environ[_CACHE]} if _CACHE in os.environ else {}
-            os.environ[_CACHE] = str(folder)  # ClearML has no argument for it
+            os.environ[_CACHE] = str(folder)  # ClearML has no argument for this folder
             try:
                 self._tracker = Task.init(self._project_name, self._name, **self._given)
                 self._tracker.get_offline_mode_folder()  # ClearML keeps the folder from this call on
@@ -84,7 +84,7 @@ class ClearMLLogger(Logger):
             return
         again = {} if self.version is None else {"continue_last_task": self.version}
         self._tracker = Task.init(self._project_name, self._name, **{**self._given, **again})
-        self._tracker.set_initial_iteration(0)  # the numbers of steps are those of the run, not of this process
+        self._tracker.set_initial_iteration(0)  # step numbers are those of the run, not of this process
         self.delivery.version = self._tracker.id
 
     def _delivered(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class ClearMLLogger(Logger):
             return
         for file in self._tracker.get_offline_mode_folder().parent.glob("offline-*/metrics.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError):  # half a line remains where a machine went down
+                with suppress(ValueError):  # half a line is left if the machine went down
                     scalars = [event for event in json.loads(line) if event["type"] == "training_stats_scalar"]
                     yield from ((event["metric"], event["variant"], event["iter"]) for event in scalars)
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class CometLogger(Logger):
     """Writes a Comet experiment: to its service, or offline into `<run folder>/comet` for a later `comet upload`.
 
-    The experiment's key travels in `state_dict`: a resumed run continues the same experiment. Offline each process
-    makes one archive `<key>*.zip` at its end; for one that was killed the resumed run makes it. What the archives have
-    is not written again.
+    The experiment's key is in `state_dict`, so a resumed run continues the same experiment. Offline, each process makes
+    one archive `<key>*.zip` at its end; for a killed process, the resumed run makes the archive. Values in earlier
+    archives are not written again.
 
     Args:
         api_key: the key. None: COMET_API_KEY or Comet's configuration.
@@ -47,7 +47,7 @@ class CometLogger(Logger):
     project_argument = "project"
     _NEEDS = ("comet_ml", "comet")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # seconds: the run begins without a server that does not answer
+    _start_timeout_s = 15.0  # seconds; the run begins even if the server does not answer
     _SYNC = ("workspace", "project", "online", "offline_directory")
     _PATHS = {"offline_directory": ""}
 
@@ -94,7 +94,7 @@ class CometLogger(Logger):
 
     @contextmanager
     def _unfinished(self, key: str, folder: Path) -> Iterator[None]:
-        """Let Comet write into a folder that the next process finds, and make archives of what an earlier one left."""
+        """Let Comet write into a folder that the next process finds, and archive an earlier process's records."""
         utils = require("comet_ml.offline_utils", extra="comet", purpose="CometLogger")
         self._archives.mkdir(parents=True, exist_ok=True)
         records = folder / f"{key}-unfinished"
@@ -103,7 +103,7 @@ class CometLogger(Logger):
         texts = {b"", *(messages.read_bytes() for messages in left)}
         for archive in self._archives.glob(f"{key}*.zip"):
             if _messages(archive) in texts:
-                archive.unlink()  # Comet makes the archive empty, fills it at the end, and removes the records then
+                archive.unlink()  # Comet makes an empty archive, fills it at the end, and then removes the records
         for messages in left:
             record, time_ms = str(messages.parent), int(messages.stat().st_mtime * 1000)
             about = (self._workspace, self._project, time_ms, time_ms, [], "get_or_create", False, None, True, True)
@@ -111,10 +111,11 @@ class CometLogger(Logger):
             name = f"{key}-{messages.parent.name}.zip"
             utils.create_experiment_archive(str(self._archives), name, record, getLogger("comet_ml"))
             rmtree(record)
-        # Comet looks nowhere else for the folder to write to.
+        # Comet looks only here for the folder to write to.
         elsewhere, tempfile.tempdir = tempfile.tempdir, str(records)
         drawn = random.getstate()
-        random.seed()  # the archive's name is drawn: with the same seed a resumed run writes over the first one's
+        # the archive's name is random; with the same seed a resumed run would overwrite the first archive
+        random.seed()
         try:
             yield
         finally:
@@ -124,10 +125,10 @@ class CometLogger(Logger):
     def _delivered(self) -> dict[str, int] | None:
         last: dict[str, int] = {}
         if not hasattr(self._tracker, "offline_directory"):
-            return None  # Comet's service is not asked: it shows what it gets with a delay
+            return None  # Comet's service is not asked, since it shows values with a delay
         for archive in self._archives.glob(f"{self.version}*.zip"):
             for line in _messages(archive).splitlines():
-                with suppress(ValueError):  # half a line remains where a machine went down
+                with suppress(ValueError):  # half a line is left if the machine went down
                     metric = json.loads(line)["payload"].get("metric") or {}
                     if metric.get("step") is not None:
                         last[metric["metricName"]] = max(metric["step"], last.get(metric["metricName"], -1))
@@ -149,7 +150,8 @@ class CometLogger(Logger):
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         for audio in audios:
-            path = Path(self._tracker.tmpdir) / f"{uuid4().hex}.wav"  # written to a file: Comet needs SciPy for arrays
+            # written to a file, since Comet needs SciPy for arrays
+            path = Path(self._tracker.tmpdir) / f"{uuid4().hex}.wav"
             path.write_bytes(audio.wav())
             self._tracker.log_audio(str(path), file_name=f"{audio.caption or name}.wav", step=step)
 

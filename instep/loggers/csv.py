@@ -18,9 +18,9 @@ class CSVLogger(RowFileLogger):
     """Writes metrics into `metrics.csv` of the run folder: one row per call, one column per metric.
 
     The first column is `step`; a cell that a call did not log is empty. Numbers are written so that reading them gives
-    the same float64. A metric that appears later gets its column at the next flush, by one rewrite of the file, however
-    many rows it comes in. Until then rows wait in the logger's queue. A resumed run appends: rows that were written
-    after its checkpoint for later steps are removed first, since they are about to be written again.
+    the same float64. A new metric gets its column at the next flush, by one rewrite of the file; until then its rows
+    wait in the logger's queue. A resumed run appends to the file. It first removes the rows of steps after its
+    checkpoint, since it will write them again.
 
     Args:
         save_dir: where run folders go; the first logger that has one decides. None: the run folder.
@@ -64,7 +64,7 @@ class CSVLogger(RowFileLogger):
 
 
 class _Table(RowFile):
-    """The table, to which columns are added."""
+    """The table, which may get new columns."""
 
     NAME, COUNTED = "metrics.csv", "rows"
 
@@ -99,7 +99,7 @@ class _Table(RowFile):
         return abs(last.args[1] - flushed) >= self._flush_steps
 
     def add(self, rows: list[Row]) -> None:
-        # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
+        # A metric called "step" replaces the step, since users of other trainers log one to choose their own x-axis.
         named: list[dict[str, float]] = [{"step": row.step, **row.metrics} for row in rows]
         with self.opened.turn() as changed:
             if changed:  # another logger of this folder has written rows
@@ -132,7 +132,7 @@ class _Table(RowFile):
 
 
 def _write_table(table: AppendedFile, header: list[str], rows: list[list[str]]) -> None:
-    """Replace the file by a table in one step; fill short rows with empty cells."""
+    """Replace the file with a table in one step; fill short rows with empty cells."""
     with table.replacing() as part, part.open("w", newline="", encoding="utf-8") as file:
         if header:
             writer = csv.writer(file, lineterminator="\n")

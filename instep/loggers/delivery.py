@@ -1,4 +1,4 @@
-"""Delivery of what is logged: where a logger writes, which records wait, and how far its tracker got.
+"""Delivery of logged records: where a logger writes, which records wait, and which its tracker has.
 
 Each logger has one `Delivery`, for all its runs. What is logged before a run waits in memory; while the logger is open
 a thread (`sender`) sends it.
@@ -31,25 +31,26 @@ from instep.utils.atomic import replace
 from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
-_CHECKPOINT_WAIT_S = 1.0  # seconds that a checkpoint waits for a slow tracker: what is not sent by then is on the disk
-_MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # wrong settings raise these
+# seconds that a checkpoint waits for a slow tracker; records that are not sent by then are on the disk
+_CHECKPOINT_WAIT_S = 1.0
+_MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # errors that wrong settings raise
 
 _OPEN: WeakValueDictionary[int, Delivery] = WeakValueDictionary()
 
 
 def _close_in_child() -> None:
-    """Close all loggers of a forked process: it has no thread, and the parent sends what waits."""
+    """Close all loggers of a forked process: it has no thread, and the parent sends the waiting records."""
     for delivery in _OPEN.values():
         delivery.sender, delivery.is_main = None, False
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)  # registered once: a handler cannot be taken back
+    os.register_at_fork(after_in_child=_close_in_child)  # registered once, since a fork handler cannot be removed
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A logger as its delivery uses it: its hooks, and the settings from its arguments.
+    """A logger as its delivery sees it: its hooks, and the settings from its arguments.
 
     Args:
         kind: its class.
@@ -91,7 +92,7 @@ class Writer:
 
 
 class Delivery:
-    """Delivery of a logger's records to its files or tracker, with a record of what arrived; for one run after another.
+    """Delivery of a logger's records to its files or tracker, which also keeps what has arrived; used for all its runs.
 
     Args:
         writer: the logger.
@@ -126,23 +127,24 @@ class Delivery:
         """Global step of the record that is being written, and when it was made, in seconds since 1970."""
         self._step_of_run: Callable[[], int] | None = None
         self._claim: Callable[[], Path] | None = None  # function of the Trainer that makes the folder of its next run
-        self._decides = False  # whether the Trainer's run folder stands where this logger's `save_dir` says
-        self._number = self._rank = 0  # among the run's loggers of this class; of a process that writes for itself
+        self._decides = False  # whether the Trainer's run folder is in this logger's `save_dir`
+        # index among the run's loggers of this class; rank of a process that writes its own records
+        self._number = self._rank = 0
         self._began_s = 0.0
-        self._x: float | None = None  # the last place on another x-axis than the steps
-        self._lacks_x = False  # True once a warning said that nothing has the name of the x-axis
-        self._waiting: list[Record] = []  # records that came before the start
+        self._x: float | None = None  # last position on an x-axis other than the steps
+        self._lacks_x = False  # True after the warning that no metric has the name of the x-axis
+        self._waiting: list[Record] = []  # records that were logged before the start
         self._early: Path | None = None  # folder that was opened before a run
         self.opened_folder: Path | None = None
         """The new run folder that was opened before a run, which then takes it."""
-        self._rest_dir: Path | None = None  # folder of a run that is over
-        self._home = Path()  # folder that relative paths point from
+        self._rest_dir: Path | None = None  # folder of a finished run
+        self._home = Path()  # folder to which relative paths refer
         self.sender: Sender | None = None
         """The thread, while the logger is open."""
         self._note = Path()  # path of the note beside the backlog
         self._backlog: Backlog | None = None
         self._marks = Marks(exact=writer.is_local)
-        self.in_doubt = 0  # number of first records of which a part may have arrived: sending them failed
+        self.in_doubt = 0  # number of first records that may have arrived in part, since sending them failed
         self._has_escaped = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,7 +204,7 @@ class Delivery:
         if not is_main:
             self._rank = _environment_rank()
             folder /= f"rank-{self._rank}"
-        # A tracker's own run, which users hold, would end if it was opened again.
+        # A tracker's own run, which users may hold, would end if it was opened again.
         stays = early is not None and (self.writer.owns_folders or folder.absolute() == early.absolute())
         if self.is_open:
             if stays or self.run_dir == run_dir:
@@ -217,7 +219,7 @@ class Delivery:
     def take_up(
         self, version: int | str | None, number: int, rank: int, status: str, folder: Path, is_strangers: bool
     ) -> None:
-        """Send only the waiting records of a finished run, from the next start on.
+        """At the next start, send only the waiting records of a finished run.
 
         Args:
             version: of the run.
@@ -232,7 +234,7 @@ class Delivery:
         self.resumed = self.sends_rest = True
 
     def discard(self) -> None:
-        """Drop what was logged before a run, and its folder: the ranks that are about to start log it again."""
+        """Drop what was logged before a run, and its folder, since the ranks that are about to start log it again."""
         self._waiting.clear()
         if self._early is not None:
             self.close("success")
@@ -244,7 +246,7 @@ class Delivery:
     def open(self) -> bool:
         """Open the logger if it is closed, also outside a run; return True if this process writes."""
         if self.sender is None and self.is_main:
-            if self.run_dir is not None and self.log_dir is not None:  # the run is over, but its logger is used again
+            if self.run_dir is not None and self.log_dir is not None:  # the run is over, and its logger is used again
                 self._open(self.run_dir, self.log_dir)
             elif self._is_main_here():
                 run_dir = self._choose_early()
@@ -268,7 +270,7 @@ class Delivery:
         )
 
     def _choose(self, run_dir: Path, begins: bool) -> tuple[Path, int | str | None]:
-        """Return where the logger writes in a run, and its version."""
+        """Return the folder that the logger writes to in a run, and its version."""
         base, asked = self.writer.base, self.writer.asked
         if self._rest_dir is not None:
             return self._rest_dir, self.version
@@ -286,13 +288,14 @@ class Delivery:
         return folder / (self.writer.sub_dir or ""), version
 
     def _is_main_here(self) -> bool:
-        """Return True if this process will be the main one of a run, according to its launcher's environment."""
+        """Return True if this process will be the main process of a run, by its launcher's environment."""
         self.is_main = _environment_rank() == 0
         return self.is_main
 
     def _close_at_exit(self) -> None:
         atexit.unregister(self._finalize)
-        atexit.register(self._finalize)  # registered last: it runs before the end of the package that it writes with
+        # registered last, so that it runs before the exit handler of the tracker's package
+        atexit.register(self._finalize)
 
     def _finalize(self) -> None:
         """Close the logger at the program's end if nothing has closed it."""
@@ -300,7 +303,7 @@ class Delivery:
             try:
                 self.writer.finalize("success")
             finally:
-                self.close("success")  # the method of a subclass may have left that out
+                self.close("success")  # a subclass that overrides `finalize` may not close
 
     def _open(self, run_dir: Path, folder: Path) -> None:
         self.run_dir, self.log_dir, self._home = run_dir, folder, Path.cwd()
@@ -330,7 +333,7 @@ class Delivery:
     # ---- what is logged
 
     def put(self, hook: str, args: tuple[Any, ...], step: int | None = None) -> None:
-        """Send one call of a hook, now or from the next start on.
+        """Send one call of a hook, now or at the next start.
 
         Args:
             hook: its name.
@@ -339,7 +342,7 @@ class Delivery:
         """
         record = Record(hook, args, step, time.time())
         if self.sender is None and (self.run_dir is not None or (self.writer.base is not None and self._claim is None)):
-            self.open()  # the run is over, or no Trainer names the folder
+            self.open()  # the run is over, or no Trainer gives the folder
         if self.sender is not None:
             self.sender.backlog.append(record)
             self._note_steps(record)
@@ -354,7 +357,7 @@ class Delivery:
             self.logged.update(dict.fromkeys(record.names(), record.step))
 
     def ask(self, function: Callable[[], Any], after_all: bool = True) -> Any:
-        """Run a function in the thread, which is opened for it, and return its result; None where that cannot be.
+        """Run a function in the thread, which is opened for it, and return its result; None if that is not possible.
 
         Args:
             function: what to run.
@@ -376,13 +379,13 @@ class Delivery:
         return None
 
     def step_now(self) -> int:
-        """Return the step of a value that is logged without one: that of the run, else the last one."""
+        """Return the step of a value that is logged without a step: the run's step, else the last one."""
         if self._step_of_run is not None and self.is_open:
             return self._step_of_run()
         return max(self.last_step, 0)
 
     def place(self, metrics: Mapping[str, float], step: int) -> int:
-        """Return the position on the x-axis; on an axis other than steps the one that a record had last."""
+        """Return the position on the x-axis; on an axis other than steps, that of the last record."""
         axis = self.writer.x_axis
         if axis == "step":
             return step
@@ -413,7 +416,7 @@ class Delivery:
         """Send what waits and close the logger; a second call does nothing."""
         if self._waiting:
             self.open()
-        sender, self.sender = self.sender, None  # cleared first: a close that fails is not tried again
+        sender, self.sender = self.sender, None  # cleared first, so that a failed close is not tried again
         atexit.unregister(self._finalize)
         if sender is not None:
             self.status = status
@@ -429,7 +432,7 @@ class Delivery:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the run of this state from the next start on.
+        """Continue the run of this state at the next start.
 
         Raises:
             CorruptCheckpointError: its version leads out of the folder of logs.
@@ -455,7 +458,7 @@ class Delivery:
     # ---- in the thread
 
     def start_writer(self, backlog: Backlog) -> int:
-        """Open the tracker and take over what an earlier process left; return the number of those records."""
+        """Open the tracker, take over the records of an earlier process, and return their number."""
         if self.resumed and self.version is None and not self.writer.is_local:
             self.version = version_in(read_note(self._note))
         try:
@@ -467,14 +470,14 @@ class Delivery:
         return backlog.take_over(self._keep, self.writer.file.row_count())
 
     def start_error(self, error: Exception) -> InstepError:
-        """Return the error that ends a start, with what failed in the hook and what to do."""
+        """Return the error that ends a start: the hook's error, and what to do."""
         return InstepError(
             f"{self._name} failed in start: {type(error).__name__}: {str(error).rstrip('.')}. It writes into "
             f"{str(self.log_dir)!r}. Repair the cause, or leave this logger out of Trainer(logger=...)."
         )
 
     def begin(self, left_over: int) -> None:
-        """Ask what the tracker of a resumed run has; the first `left_over` records are an earlier process's."""
+        """Ask what the tracker of a resumed run has; the first `left_over` records belong to an earlier process."""
         if self.resumed:
             writer, by_step = self.writer, self.writer.x_axis == "step"
             sent = {} if writer.is_local else sent_in(read_note(self._note))
@@ -494,7 +497,7 @@ class Delivery:
         return bool(why)
 
     def write(self, records: list[Record]) -> int:
-        """Write the first record, or all rows of metrics in front, without those the tracker has; return how many."""
+        """Write the first record, or all leading rows of metrics that the tracker lacks; return their number."""
         writer, marks = self.writer, self._marks
         rows = list(takewhile(lambda record: record.hook == "_log_metrics", records))
         records = rows or records[:1]
@@ -517,7 +520,7 @@ class Delivery:
         return len(records)
 
     def _written(self, record: Record) -> Record:
-        """Return a record with the names of its metrics as they can be written."""
+        """Return a record whose metrics have names that can be written."""
         names = record.names() if record.hook == "_log_metrics" else []
         changed = {name: written_name(name) for name in names}
         wrong = [name for name, text in changed.items() if name != text]
@@ -533,7 +536,7 @@ class Delivery:
         return record._replace(args=(metrics, *record.args[1:]))
 
     def rest(self) -> None:
-        """Record how far the tracker has come, when nothing waits or some time has passed."""
+        """Record how far the tracker has come, if nothing waits or some time has passed."""
         if not self.writer.is_local:
             self.write_note()
 
@@ -552,7 +555,7 @@ class Delivery:
             "sent": dict(self._marks.sent),  # a copy, since the other thread may add to the dict
             "id": seal and seal.about,
             "cwd": self._home,
-            # For a folder inside the run folder only the path below it: the run folder may be moved.
+            # Of a folder inside the run folder, keep only the relative path, since the run folder may be moved.
             "folder": folder.relative_to(run) if folder.is_relative_to(run) else folder,
         }
         note = json.loads(json.dumps(note, default=str))
@@ -570,7 +573,7 @@ def _environment_rank() -> int:
 
 
 class Marks:
-    """Record of what a tracker has, so that a resumed run sends nothing twice.
+    """Record of what a tracker already has, so that a resumed run sends nothing twice.
 
     Args:
         at_checkpoint: the last step by name that had been logged when the checkpoint was saved.
@@ -603,12 +606,12 @@ class Marks:
         self._left_over = left_over
 
     def belongs(self, record: Record) -> bool:
-        """Return whether a record was logged before the checkpoint; a later one will be logged again."""
+        """Return whether a record was logged before the checkpoint; a later record will be logged again."""
         before, step = self._at_checkpoint, record.step
         return before is None or step is None or all(step <= before.get(name, -1) for name in record.names())
 
     def doubt(self, has: Mapping[str, int], number: int) -> None:
-        """Record what the tracker has after a failure: of the first `number` records some may have arrived."""
+        """Record what the tracker has after a failure, since some of the first `number` records may have arrived."""
         self._has, self._left_over = {**self._has, **has}, max(self._left_over, number)
 
     def missing(self, records: list[Record]) -> list[Record]:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class DVCLiveLogger(Logger):
     """Writes metrics by DVCLive: a table `plots/metrics/<name>.tsv` per metric, `metrics.json` and `params.yaml`.
 
-    Each row is in its file at once. A resumed run goes on below the last whole row of each table. `metrics.json`, the
-    report and `dvc.yaml` are written anew at checkpoints and at the end, not at every step.
+    Each row is written at once. A resumed run continues after the last whole row of each table. `metrics.json`, the
+    report and `dvc.yaml` are rewritten at checkpoints and at the end, not at every step.
 
     Args:
         run_name: the name of the DVC experiment; the same as `name`.
@@ -80,16 +80,16 @@ class DVCLiveLogger(Logger):
         if self._tracker is not None:
             return
         folder = Path(self.delivery.folder / "dvclive" if self._dir is None else self._dir)
-        # Records that come after the end go on in the same files.
+        # Records after the end are added to the same files.
         resume, self._resume = self._resume or self.delivery.resumed, True
         if resume:
             for table in folder.glob("plots/metrics/**/*.tsv"):
                 text = table.read_bytes()
-                if not text.endswith(b"\n"):  # the machine went down while it wrote the last row
+                if not text.endswith(b"\n"):  # the machine went down while the last row was written
                     table.write_bytes(text[: text.rfind(b"\n") + 1])
         dvcyaml = fspath(folder / "dvc.yaml") if self._dvcyaml == "dvc.yaml" else self._dvcyaml
         if self.delivery.sends_rest:
-            self._settings["save_dvc_exp"] = False  # this folder has another repository than the run
+            self._settings["save_dvc_exp"] = False  # the repository of this folder is not that of the run
         given = {"resume": resume, "dvcyaml": dvcyaml, "exp_name": self._name, **self._settings}
         self._tracker = dvclive.Live(fspath(folder), **given)
 
@@ -124,7 +124,7 @@ class DVCLiveLogger(Logger):
         self._tracker.log_plot(name, points, x="from", y="count", title=f"{name} at step {step}")
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        copy = Path(self._tracker.artifacts_dir) / artifact.name  # the copy is there without a DVC repository too
+        copy = Path(self._tracker.artifacts_dir) / artifact.name  # this copy also exists without a DVC repository
         copy.parent.mkdir(parents=True, exist_ok=True)
         if artifact.path.is_dir():
             shutil.copytree(artifact.path, copy, dirs_exist_ok=True)

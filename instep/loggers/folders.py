@@ -1,6 +1,6 @@
-"""Folders of runs: how they are named and numbered, which one a run or a logger writes into, and which are a run's.
+"""Folders of runs: their names and numbers, the choice for a run or logger, and which folders are a run's.
 
-A logger's `save_dir` may be shared with other programs: what stands there is looked at as a stranger's.
+Other programs may use the same `save_dir`, so files in it are not trusted.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def choose_place(
     is_free: bool = True,
     next_number: int = 0,
 ) -> Place:
-    """Choose the folder that a run, or one of its loggers, writes into. A pure function: it looks at no disk.
+    """Choose the folder that a run, or one of its loggers, writes into. A pure function that reads no disk.
 
-    All names are those of folders beside each other, in `<save_dir>/<name>` or `instep_runs`.
+    All names are those of folders in the same parent folder, `<save_dir>/<name>` or `instep_runs`.
 
     Args:
         asked: the name that the user gave by a logger's `version`; None leaves it open.
@@ -68,7 +68,7 @@ def choose_place(
 
 
 def name_in(base: Path, folder: Path | None, asked: str | None = None) -> str | None:
-    """Return the name of a run folder in `base`, several folders deep only as `asked`; None where it is elsewhere."""
+    """Return the name of a run folder in `base`, several folders deep only if `asked` is; None if it is elsewhere."""
     if folder is None:
         return None
     folder, base = folder.absolute(), base.absolute()
@@ -101,7 +101,7 @@ def next_version(parent: Path) -> int:
 
 
 def make_next(parent: Path) -> Path:
-    """Make the next numbered folder; of several programs at once each gets its own."""
+    """Make the next numbered folder; if several programs ask at once, each gets its own."""
     parent.mkdir(parents=True, exist_ok=True)
     while True:
         folder = parent / folder_name(next_version(parent))
@@ -130,7 +130,7 @@ def runs_in(base: Path, shared: bool) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run of instep, and is no link."""
+    """Return whether a folder is that of a run of instep, and not a link."""
     if not folder.is_dir() or leads_out(folder):
         return False
     checkpoints = folder / "checkpoints"
@@ -138,12 +138,12 @@ def is_run(folder: Path) -> bool:
 
 
 def leads_out(folder: Path) -> bool:
-    """Return whether a folder or its `checkpoints` is a link, behind which may be anybody's files."""
+    """Return whether a folder or its `checkpoints` is a link, which may lead to anybody's files."""
     return any(os.path.islink(path) for path in (folder, folder / "checkpoints"))
 
 
 def is_free(folder: Path) -> bool:
-    """Return whether a run may use a folder: it may have other files, but none of another run."""
+    """Return whether a run may use a folder: it may contain other files, but none of another run."""
     if not os.path.lexists(folder):
         return True
     if leads_out(folder) or not folder.is_dir():

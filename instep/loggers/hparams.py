@@ -27,8 +27,8 @@ def plain(value: Any) -> Any:
     """Convert a value to what JSON can hold.
 
     Mappings, namespaces, dataclasses, pydantic models and OmegaConf's containers become dicts; sequences and sets
-    lists; small tensors and arrays their values; classes and functions their dotted name, partials of them their
-    arguments too; anything else its text.
+    become lists, and small tensors and arrays their values. Classes and functions become their dotted name, and a
+    partial its function's name and its arguments. Anything else becomes its text.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -69,7 +69,7 @@ def flatten(params: Mapping[str, Any], separator: str = "/") -> dict[str, bool |
 
 
 def merge_file(path: Path, params: Mapping[str, Any]) -> None:
-    """Add hyperparameters to a YAML file of plain values, which is whole at every moment."""
+    """Add hyperparameters to a YAML file of plain values; readers always see a whole file."""
     import yaml  # late: not every run has hyperparameters
 
     values = {**_read(path), **plain(params)}
@@ -78,15 +78,15 @@ def merge_file(path: Path, params: Mapping[str, Any]) -> None:
 
 
 def ensure_file(path: Path) -> None:
-    """Write a file without hyperparameters where there is none: readers of Lightning's folders look for it."""
+    """Write a file without hyperparameters if there is none, since readers of Lightning's folders expect one."""
     if not path.exists():
         merge_file(path, {})
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists() or path.is_symlink():  # a stranger's link would bring in the file that it leads to
+    if not path.exists() or path.is_symlink():  # a stranger's link would bring in the file to which it leads
         return {}
     values: Any = None
-    with suppress(SettingError):  # the folder may be another program's: a file that is not ours is written anew
+    with suppress(SettingError):  # the folder may be another program's; a file that instep cannot read is replaced
         values = plain_yaml.load(plain_yaml.read_text(path), path)
     return values if isinstance(values, dict) else {}

@@ -1,4 +1,4 @@
-"""Everything that is logged as lines of JSON in `metrics.jsonl`; pictures and sounds as files beside it."""
+"""All that is logged, as lines of JSON in `metrics.jsonl`; pictures and sounds as files beside it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 class JSONLinesLogger(RowFileLogger):
-    """Writes one line of JSON for each call into `metrics.jsonl` of the run folder, as soon as it comes.
+    """Writes one line of JSON for each call into `metrics.jsonl` of the run folder, at once.
 
-    A line of metrics is `{"step": 50, "time": 1763900000.0, "loss": 0.5}`: the place on the x-axis, seconds since 1970,
-    and the numbers, exact; what is not finite is the text "NaN", "Infinity" or "-Infinity". Anything else has a kind:
-    `{"step": 50, "time": ..., "kind": "text", "name": "sample", "value": "Once"}`; of pictures, sounds and videos the
-    value is a list of files in `media/`. Hyperparameters stand in `hparams.yaml`. A resumed run appends: lines that
-    were written after its checkpoint for later steps are removed first, since they are about to be written again.
+    A line of metrics is `{"step": 50, "time": 1763900000.0, "loss": 0.5}`: the position on the x-axis, seconds since
+    1970, and the exact numbers; a number that is not finite is the text "NaN", "Infinity" or "-Infinity". A line of any
+    other value has a kind: `{"step": 50, "time": ..., "kind": "text", "name": "sample", "value": "Once"}`; for
+    pictures, sounds and videos the value is a list of files in `media/`. Hyperparameters are in `hparams.yaml`. A
+    resumed run appends to the file. It first removes the lines of steps after its checkpoint, since it will write them
+    again.
 
     Args:
         save_dir: where run folders go; the first logger that has one decides. None: the run folder.
@@ -101,7 +102,7 @@ class _Lines(RowFile):
             values: dict[str, Any] = json.loads(row)
             step = float(values["step"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return RowKey(math.inf, frozenset())  # the line is not one of ours
+            return RowKey(math.inf, frozenset())  # the line was not written by instep
         if "kind" in values and isinstance(values.get("name"), str):
             return RowKey(step, frozenset({f"_log_{values['kind']}:{values['name']}"}))
         return RowKey(step, frozenset(values) - {"step", "time"})
@@ -111,19 +112,19 @@ class _Lines(RowFile):
             part.write_bytes(b"".join(rows))
 
     def add(self, rows: list[Row]) -> None:
-        # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
+        # A metric called "step" replaces the step, since users of other trainers log one to choose their own x-axis.
         self.append(
             [(row.step, row.time_s, {name: _number(value) for name, value in row.metrics.items()}) for row in rows]
         )
 
     def append(self, rows: list[tuple[int, float, dict[str, Any]]]) -> None:
-        """Append lines of a step, a time in seconds since 1970, and further values."""
+        """Append lines, each of a step, a time in seconds since 1970, and further values."""
         lines = [
             json.dumps({"step": step, "time": round(time_s, 3), **values}, ensure_ascii=False) + "\n"
             for step, time_s, values in rows
         ]
         with self.opened.turn():
-            # Half a surrogate is written as JSON writes it.
+            # Half of a surrogate pair is written as a JSON escape.
             self.opened.append("".join(lines).encode("utf-8", "backslashreplace"))
         self.rows += len(rows)
 

@@ -1,6 +1,6 @@
-"""Values that a logger records beside numbers, in plain form: to wait in a queue, be written to a file and read back.
+"""Logged values other than numbers, in plain form: they wait in a queue, and can be written to a file and read back.
 
-A value is made plain where it is logged, since the user may change it in the next line.
+A value is converted when it is logged, since the user may change the object afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 Cell: TypeAlias = "bool | int | float | str | None"
 
 _CHANNELS = (1, 3, 4)
-_MOST_PATCH_BYTES = 2**20  # bytes: larger changes are data that nobody meant to commit
+_MOST_PATCH_BYTES = 2**20  # bytes; a larger patch holds data that nobody meant to commit
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +175,7 @@ def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) ->
     if isinstance(value, Video):
         return value
     array = _array(value)
-    if array.ndim == 5 and array.shape[0] == 1:  # TensorBoard's form begins with the dimension of a batch
+    if array.ndim == 5 and array.shape[0] == 1:  # TensorBoard's form has a batch dimension first
         array = array[0]
     if array.ndim == 4 and array.shape[1] in (1, 3) and array.shape[3] not in (1, 3):
         array = array.transpose(0, 2, 3, 1)
@@ -231,7 +231,7 @@ def to_figure(name: str, figure: Any, close: bool = True) -> Image:
     Raises:
         LogError: it is none.
     """
-    figure = getattr(figure, "figure", figure)  # an Axes of matplotlib has its figure as an attribute
+    figure = getattr(figure, "figure", figure)  # an Axes of matplotlib has its figure in this attribute
     if not hasattr(figure, "savefig"):
         raise LogError(
             f"the figure {name!r} is a {type(figure).__name__}: give a matplotlib figure; of other packages write a "
@@ -247,7 +247,7 @@ def to_figure(name: str, figure: Any, close: bool = True) -> Image:
 
 
 def code_state(folder: Path | None = None) -> Code:
-    """Return the state of the program and its git repository; without git, or outside of one, only the script."""
+    """Return the state of the program and its git repository; without git or a repository, only the script."""
 
     def git(*command: str) -> str | None:
         with suppress(OSError, subprocess.SubprocessError):
@@ -283,7 +283,7 @@ def _array(value: Any) -> Array:
 
 
 def _bytes(array: Array) -> Array:
-    """Return uint8: floats are in 0 to 1, as torchvision has them."""
+    """Return uint8; floats are read as 0 to 1, as in torchvision."""
     if array.dtype == np.bool_ or np.issubdtype(array.dtype, np.floating):
         array = np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255 + 0.5
     return np.ascontiguousarray(array.clip(0, 255).astype(np.uint8))
@@ -311,10 +311,10 @@ def _encoded(image: Any, format: str, **options: Any) -> bytes:
 
 
 def _each(make: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Return a list of values of a kind from one value or several, each with its options."""
+    """Convert one value or several to a list of a kind, each with its options."""
 
     def make_each(name: str, values: Any, **options: Any) -> list[Any]:
-        batch = make is to_image and getattr(values, "ndim", 0) == 4  # Accelerate's users log pictures as a batch
+        batch = make is to_image and getattr(values, "ndim", 0) == 4  # users of Accelerate log pictures as one batch
         values = list(values) if batch or isinstance(values, list | tuple) else [values]
         known = [option for option in inspect.signature(make).parameters if option not in ("name", "value")]
         for option, given in options.items():
@@ -346,13 +346,13 @@ MAKERS: dict[str, Callable[..., Any]] = {
 """Functions that make a plain value, by kind, of those that have a name and a step."""
 
 
-# ---- as JSON, for a file of what waits
+# ---- as JSON, for a file of waiting records
 
 _KINDS = {kind.__name__: kind for kind in (Image, Audio, Video, Histogram, Table, Artifact, Code)}
 
 
 def to_json(value: Any) -> Any:
-    """Return a plain value or a kind of this file as JSON values."""
+    """Convert a plain value, or an object of a class in this file, to JSON values."""
     if isinstance(value, np.ndarray):
         data = io.BytesIO()
         np.save(data, value, allow_pickle=False)

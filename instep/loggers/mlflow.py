@@ -1,4 +1,4 @@
-"""MLflow: a database of its own beside the runs, or a tracking server."""
+"""MLflow: a database beside the runs, or a tracking server."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # most metrics and parameters that one request may have
 _WRONG = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED", "UNAUTHENTICATED", "BAD_REQUEST")
-# MLflow tries a request for 4 minutes otherwise, in which nothing else is sent; the logger's thread tries again anyway.
+# By default MLflow tries a request for 4 minutes, in which nothing else is sent; the logger's thread tries again
+# anyway.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 class MLFlowLogger(Logger):
     """Writes to MLflow: into the database `mlflow.db` beside the runs, shown by `mlflow ui`, or to a tracking server.
 
-    A resumed run goes on in the same MLflow run and sends only the steps that MLflow does not have. Hyperparameters
-    are MLflow's parameters, which it never changes: one that a resumed run has changed becomes a tag.
+    A resumed run continues the same MLflow run and sends only the steps that MLflow lacks. Hyperparameters are MLflow's
+    parameters, which MLflow never changes; if a resumed run has another value, it becomes a tag.
 
     Args:
         experiment_name: None: MLFLOW_EXPERIMENT_NAME, else "instep_runs".
@@ -91,14 +92,14 @@ class MLFlowLogger(Logger):
         super().__init__(save_dir, run_name or name, version, prefix, log_model=log_model, **options)
         self._experiment_name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or RUNS
         self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        # The address may contain a password: `instep runs sync` takes MLFLOW_TRACKING_URI.
+        # The address may contain a password, so it is not kept; `instep runs sync` uses MLFLOW_TRACKING_URI.
         if "@" in (self._tracking_uri or ""):
             self._SYNC = ("experiment_name", "artifact_location")
         tags = os.environ.get("MLFLOW_TAGS", "{}") if tags is None else tags
         self._tags = {k: str(v) for k, v in (json.loads(tags) if isinstance(tags, str) else tags).items()}
         self._artifact_location = artifact_location or (None if logging_dir is None else os.fspath(logging_dir))
         if nested_run and parent_run_id is None:
-            # The active run of this thread.
+            # The parent is the active run of this thread.
             active = require("mlflow", extra="mlflow", purpose="MLFlowLogger").active_run()
             parent_run_id = None if active is None else active.info.run_id
         notes = {"mlflow.parentRunId": parent_run_id, "mlflow.note.content": description}
@@ -123,7 +124,8 @@ class MLFlowLogger(Logger):
         self._entities = mlflow.entities
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
-        if self.delivery.sends_rest:  # MLflow would print what the note and its host say among the lines of the command
+        # otherwise MLflow would print text of the note and its host among the command's lines
+        if self.delivery.sends_rest:
             os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         if self._tracking_uri is None:
             place = self.delivery.folder
@@ -161,14 +163,14 @@ class MLFlowLogger(Logger):
             self._experiment_id = client.create_experiment(self._experiment_name, self._artifact_location)
         else:
             self._experiment_id = experiment.experiment_id
-        # Another user's host must not learn who runs which program here.
+        # A host that another user named must not learn who runs which program here.
         tags = self._tags if self.delivery.is_strangers else context.resolve_tags(self._tags)
         run = client.create_run(self._experiment_id, tags=tags, run_name=self._name)
         self._check_place(run.info.artifact_uri)
         self.delivery.version = run.info.run_id
 
     def _check_place(self, uri: str) -> None:
-        """Raise if the server or database in another user's note would write files outside of the run."""
+        """Raise if the server or database that another user's note names would write files outside of the run."""
         folder = self.delivery.folder
         if not self.delivery.is_strangers or self._tracking_uri == os.environ.get("MLFLOW_TRACKING_URI"):
             return

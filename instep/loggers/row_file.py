@@ -1,4 +1,4 @@
-"""A file of rows, from which a resumed run takes back those after its checkpoint, and the base of loggers with one."""
+"""A file of rows, from which a resumed run removes those after its checkpoint, and the base of loggers with one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class RowFile(OutputFile, ABC):
 
     def __init__(self) -> None:
         self.rows = 0
-        # Rows that the file had at the start: the number of first ones, and the later ones that were kept.
+        # Rows in the file at the start: the number of leading rows, and the later rows that were kept.
         self._had: tuple[int, frozenset[int]] = 0, frozenset()
 
     @abstractmethod
     def parse(self, content: bytes) -> list[Any]:
-        """Parse whole lines to rows."""
+        """Parse whole lines as rows."""
 
     @abstractmethod
     def key(self, row: Any) -> RowKey:
-        """Return the key of the record that a row was made of; a stranger's row gets an infinite step."""
+        """Return the key of the record that became a row; a row of another program gets an infinite step."""
 
     @abstractmethod
     def replace(self, rows: list[Any]) -> None:
-        """Write the file anew with these rows."""
+        """Replace the file with these rows."""
 
     @abstractmethod
     def add(self, rows: list[Row]) -> None:
@@ -52,13 +52,14 @@ class RowFile(OutputFile, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         self.rows, self.later_rows, self._had = 0, [], (0, frozenset())
         path = folder.absolute() / self.NAME
-        self.appended = AppendedFile(path)  # raises before the first step if the folder cannot be written
+        self.appended = AppendedFile(path)  # raises before the first step if the folder cannot be written to
         with self.appended.turn():
             if path.stat().st_size:
                 self._take_over(path, keep, last_step)
 
     def _take_over(self, path: Path, keep: int | None, last_step: float) -> None:
-        with open_regular(path) as file:  # an earlier run may have left it: anything but a file is refused
+        # an earlier run may have left the path; anything but a regular file is refused
+        with open_regular(path) as file:
             content = file.readall()
         whole = content[: content.rfind(b"\n") + 1]  # a process killed while writing leaves half a row
         rows = self.parse(whole)
@@ -82,8 +83,8 @@ class RowFileLogger(Logger):
     """Logger whose records become rows of one file in the run folder, beside `hparams.yaml`."""
 
     NAME_HPARAMS_FILE = NAME
-    _rows: RowFile  # set by the subclass, which sets `_file` to it too
-    # Last rows that were kept, and the checkpoint's step; an x-axis of the user has other rows.
+    _rows: RowFile  # the subclass sets this attribute, and `_file` to the same object
+    # Number of rows to keep, and the checkpoint's step. A user's own x-axis may have other rows.
     _keep: tuple[int | None, float] = None, -1
 
     @property
@@ -97,7 +98,7 @@ class RowFileLogger(Logger):
         return {**super().state_dict(), self._rows.COUNTED: self._rows.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue below the row of this state."""
+        """Continue after the row of this state."""
         counted = self._rows.COUNTED
         rows = state_dict.get(counted)
         if rows is not None and (type(rows) is not int or rows < 0):

@@ -1,7 +1,7 @@
-"""Files of loggers as rows of metrics, read on from where the last reading ended.
+"""Files of loggers, read as rows of metrics; each reading continues where the last one ended.
 
-A row is `(step, seconds, values)`: the time is that of the wall clock, None where the file has none. A `Forget` takes
-back the rows from a step on, which a resumed run writes again.
+A row is `(step, seconds, values)`: the time is that of the wall clock, or None if the file has none. A `Forget` removes
+the rows from a step on, which a resumed run writes again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instep.utils.imports import require
 from instep.utils.untrusted_files import open_regular, parse_json
 
 MOST_LINE_BYTES = 2**20
-MOST_RECORD_BYTES = 2**24  # bytes: a row with an image may be large; a larger one is passed over
+MOST_RECORD_BYTES = 2**24  # bytes; a row with an image may be large, and a larger row is skipped
 _BLOCK = 2**15  # bytes of a block in a W&B file
 _PIECE = 2**18
 _IS_NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]*)?([eE][-+]?[0-9]{1,9})?").fullmatch
@@ -55,7 +55,7 @@ class LogFile:
         self._header: list[str] = []
 
     def replaced(self) -> bool:
-        """Return True if another file took the place of the one that was read."""
+        """Return True if another file has replaced the file that was read."""
         try:
             now = os.stat(self.path)
         except OSError:
@@ -90,7 +90,7 @@ class LogFile:
             yield message
 
     def _lines(self, file: FileIO) -> Iterator[str]:
-        """Yield whole lines; text after the last one is being written, or was cut off."""
+        """Yield whole lines; text after the last line end is still being written, or was cut off."""
         rest, passed = b"", 0  # `passed` counts the bytes of a line that is too long
         while piece := file.read(_PIECE):
             *lines, rest = (rest + piece).split(b"\n")
@@ -129,7 +129,7 @@ class CSVFile(LogFile):
 
 
 class JSONLinesFile(LogFile):
-    """A `metrics.jsonl` of JSONLinesLogger: an object a row, with "step", "time" and metrics."""
+    """A `metrics.jsonl` of JSONLinesLogger: one object for each row, with "step", "time" and metrics."""
 
     def _rows(self, file: FileIO) -> Iterator[Row]:
         for line in self._lines(file):
@@ -140,7 +140,7 @@ class JSONLinesFile(LogFile):
             except (ValueError, RecursionError) as error:
                 self._complain(f"line {self._row}: {error!s:.200}")
                 continue
-            if isinstance(row.get("kind"), str):  # a row that is a text, a table, or the files of a picture
+            if isinstance(row.get("kind"), str):  # the row is a text, a table, or the files of a picture
                 continue
             step, time_s = _number(row.pop("step", None)), _number(row.pop("time", None))
             pairs = [(name, number) for name, value in row.items() if (number := _number(value)) is not None]
@@ -148,7 +148,7 @@ class JSONLinesFile(LogFile):
 
 
 def _number(value: Any) -> float | None:
-    """Return a JSON value as a number, else None. JSON has no nan: a logger writes it as text or bare."""
+    """Return a JSON value as a number, else None. JSON has no nan: a logger writes it as text, or without quotes."""
     if type(value) is float:
         return value
     if type(value) is int:
@@ -157,10 +157,10 @@ def _number(value: Any) -> float | None:
 
 
 class TensorBoardFile(LogFile):
-    """An event file of TensorBoard, in its library's own messages.
+    """An event file of TensorBoard, parsed by its library's message classes.
 
-    The library's reader follows any path, takes any length that a record claims, and spends most of its time on
-    checksums in Python; so the frames of the records are read here.
+    The library's reader follows any path, accepts any length that a record claims, and spends most of its time on
+    checksums in Python. So this class reads the frames of the records itself.
     """
 
     def _rows(self, file: FileIO) -> Iterator[Row | Forget]:
@@ -185,7 +185,8 @@ class TensorBoardFile(LogFile):
             while len(head := buffered.read(12)) == 12:
                 (length,) = struct.unpack_from("<Q", head)
                 end = self._offset + length + 16
-                if not length or end > size:  # the record is being written, cut off, or the file is no event file
+                # the record is still being written or was cut off, or this is not an event file
+                if not length or end > size:
                     return
                 if length > MOST_RECORD_BYTES:
                     self._complain(f"a record of {length:,} bytes is passed over")
@@ -223,7 +224,7 @@ class WandbFile(LogFile):
                 row: dict[str, float] = {}
                 for item in record.history.item:
                     text = item.value_json
-                    # JSON has no nan, which is written as text.
+                    # JSON has no nan, so it is written as text.
                     number = float(text) if _IS_NUMBER(text) else _number(text.strip('"'))
                     if number is not None:
                         row["/".join(item.nested_key) or item.key] = number
@@ -246,15 +247,15 @@ class WandbFile(LogFile):
                 if len(head) < 7:
                     return
                 _, length, kind = struct.unpack("<IHB", head)
-                if not kind and not length:  # the rest of a block is empty
+                if not kind and not length:  # the rest of the block is padding
                     if self._offset <= at - _BLOCK:
-                        return  # read no more than a whole block, since a sparse file has billions of empty ones
+                        return  # stop after one empty block, since a sparse file may have billions of them
                     at += left
                     buffered.seek(at)
                     continue
                 data = buffered.read(length)
                 if len(data) < length:
-                    return  # the record is being written, or cut off
+                    return  # the record is still being written, or was cut off
                 at, parts = at + 7 + length, (b"" if kind in (1, 2) else parts) + data
                 if len(parts) > MOST_RECORD_BYTES:
                     parts = b""
@@ -265,7 +266,7 @@ class WandbFile(LogFile):
 
 
 def _parsed(text: str) -> Any:
-    """Parse a value of W&B; return it as text if it is no JSON, such as a bare NaN."""
+    """Parse a value of W&B; return it as text if it is not JSON, such as a nan without quotes."""
     try:
         return parse_json(text)
     except ValueError:

@@ -1,7 +1,8 @@
-"""The thread of a logger: it opens the tracker, sends the records that wait in a backlog in their order, and closes it.
+"""The thread of a logger: it opens the tracker, sends the waiting records in order, and closes the tracker.
 
-A record that the tracker refuses or cannot take now stays in the backlog and is sent again later. Training goes on
-meanwhile. A call of the tracker that never returns blocks that thread alone: whoever waits for it has a time limit.
+A record that the tracker refuses, or cannot accept now, stays in the backlog and is sent again later; training
+continues. A call of the tracker that never returns blocks only this thread; other threads wait for it with a time
+limit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 it is another class than TimeoutError
+
+# before Python 3.11 this class is not the builtin TimeoutError
+from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,7 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.loggers.delivery import Delivery
 
-_PERIOD_S = 0.5  # seconds that records wait for others, to be sent together
+_PERIOD_S = 0.5  # seconds that a record waits for others that are sent with it
 _LONGEST_PAUSE_S = 60.0
 _MOST_TEXT = 200
 _TRIES = 3  # tries of a record, before the next record shows whether the tracker works
@@ -36,7 +39,7 @@ waits for them: both would send the record that the call is about."""
 
 
 def in_short(error: Exception | None) -> str:
-    """Format an error in one line: clients put whole chains of causes into theirs."""
+    """Format an error in one line, since clients put whole chains of causes into their errors."""
     text = clean(" ".join(str(error).split()).rstrip("."))
     return f"{type(error).__name__}: {text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + ' ...'}"
 
@@ -58,13 +61,13 @@ class Sender:
         self.error: Exception | None = None
         """Why nothing could be sent last; None while it works."""
         self.is_begun = False
-        self._is_started = False  # True once the tracker has to be closed, even if taking over what waited failed
+        self._is_started = False  # True if the tracker has to be closed, even if taking over the waiting records failed
         self._left_over = 0  # number of first records that an earlier process could not send
         self._books, self._name = books, name
         self._failures = 0
-        self._singly = 0  # records that are sent one by one, since one of them was refused
+        self._singly = 0  # number of records to send one by one, since one of them was refused
         self._next_try_s = 0.0
-        self._hurries = False  # True if records are sent now that would otherwise wait for more
+        self._hurries = False  # True if records are sent now and not collected first
         self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
         self._wake = backlog.is_many
         self._ends = False
@@ -77,7 +80,7 @@ class Sender:
     # ---- from any thread
 
     def begin(self, timeout_s: float) -> None:
-        """Wait until the tracker is open; where that fails or takes too long, the thread goes on trying.
+        """Wait until the tracker is open; if opening fails or takes too long, the thread keeps trying.
 
         Raises:
             InstepError: the logger's settings are wrong.
@@ -123,7 +126,7 @@ class Sender:
         return future.result()
 
     def flush(self, timeout_s: float, early: bool = False) -> bool:
-        """Send the records that are due; keep late ones on the disk. Return True if all arrived.
+        """Send the records that are due; write late ones to the disk. Return True if all arrived.
 
         Args:
             timeout_s: how long to wait.
@@ -138,7 +141,7 @@ class Sender:
         return not left
 
     def close(self, finalize: Callable[[], None], timeout_s: float) -> None:
-        """Send all that waits, close the tracker and end the thread; warn of what did not arrive.
+        """Send all waiting records, close the tracker and end the thread; warn of records that did not arrive.
 
         Args:
             finalize: closes the tracker.
@@ -147,7 +150,7 @@ class Sender:
         end_s = time.monotonic() + timeout_s
 
         def last() -> None:
-            self._ends = True  # set first: nothing is sent to a closed tracker
+            self._ends = True  # set first, since nothing may be sent to a closed tracker
             if self._is_started:
                 finalize()
 
@@ -162,7 +165,7 @@ class Sender:
         self._end()
         self.thread.join(max(0.1, end_s - time.monotonic()))
         if self.thread.is_alive():
-            self._books.writer.file.stop()  # nothing is written any more, so that the number in the warning stays true
+            self._books.writer.file.stop()  # nothing more is written, so that the number in the warning stays correct
         self.backlog.spill()
         self._warn_of_rest()
         if self.thread.is_alive():
@@ -190,7 +193,7 @@ class Sender:
         if self._before is not None:
             self._before.join()
         while not self._ends:
-            waited = list(self._tasks)  # a task added later comes after records that are put later
+            waited = list(self._tasks)  # a task that is added later must come after records that are added later
             hurries, self._hurries = self._hurries, False
             if not self._begun.done() or (time.monotonic() >= self._next_try_s and (hurries or self._is_due())):
                 self._try()
@@ -221,7 +224,7 @@ class Sender:
                 if not self._begun.done():
                     self._begun.set_result(None)
             left = len(self.backlog)
-            # Records that come meanwhile wait for others: sent row by row they would mostly cost requests.
+            # New records wait for others, since sending them row by row would cost a request each.
             while (
                 not self._ends
                 and max(left, len(self.backlog) - BATCH + 1) > 0
@@ -231,7 +234,7 @@ class Sender:
                 self.backlog.drop(written, self._books.writer.file.row_count())
                 left -= written
                 self._failures, self._singly = 0, max(0, self._singly - written)
-                if time.monotonic() > self._noted_s + _PERIOD_S:  # a tracker that never catches up has no rest
+                if time.monotonic() > self._noted_s + _PERIOD_S:  # a tracker that never catches up is never idle
                     self._rest()
                 self._run_tasks(())
             self.error = None
@@ -268,7 +271,7 @@ class Sender:
 
     def _next_one_goes(self) -> bool:
         try:
-            self.backlog.spill(sync=False)  # both records are in the file, or both in memory
+            self.backlog.spill(sync=False)  # so that both records are in the file, or both in memory
             second = self.backlog.peek(2)[1:]
             if second:
                 self._books.write(second)
@@ -280,7 +283,7 @@ class Sender:
         names = clean(", ".join(record.names()) or record.hook)
         self._warn(f"{self._name} refuses {names}: {in_short(self.error)}")
         try:
-            # The refused record has no step here: later ones have arrived, and say nothing of this one.
+            # The refused record is kept without a step, since the last step of its metrics is that of later records.
             self.backlog.refuse(record._replace(step=None), self.backlog.seal)
         except OSError:
             self.backlog.lost += 1
@@ -294,7 +297,7 @@ class Sender:
             print(clean(text), file=sys.stderr)  # noqa: T201
 
     def _run_tasks(self, waited: Collection[Any]) -> None:
-        """Run the tasks that may run at any time, and those that waited for all earlier records."""
+        """Run the tasks that may run at any time, and tasks whose earlier records have all been sent."""
         for _ in range(len(self._tasks)):
             function, future, late = task = self._tasks.popleft()
             if late and task not in waited:

@@ -15,7 +15,7 @@ from instep.utils.imports import require
 if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Image, Video
 
-# Seconds; SwanLab's thread waits 0.5 s for more to write by default, and a checkpoint would wait for it.
+# Seconds. By default SwanLab's thread waits 0.5 s for more values, and a checkpoint would have to wait too.
 _GATHER_S = 0.05
 _WRITE_S = 10.0
 
@@ -23,9 +23,10 @@ _WRITE_S = 10.0
 class SwanLabLogger(Logger):
     """Writes metrics to SwanLab: online, or offline into `<run folder>/swanlog` for a later `swanlab sync`.
 
-    The run's id travels in `state_dict`: a resumed run continues the same SwanLab run, offline in a further folder of
-    that id, and what those folders have is not written again. A checkpoint waits until SwanLab's own thread has what
-    came before it in its file. SwanLab takes a value of a metric only at a later step than the last one.
+    The run's id is in `state_dict`, so a resumed run continues the same SwanLab run. Offline it adds a folder with that
+    id, and values in earlier folders are not written again. A checkpoint waits until SwanLab's own thread has written
+    all earlier values to its file. SwanLab accepts a value of a metric only at a later step than the metric's last
+    value.
 
     Args:
         project: the project. None: SWANLAB_PROJ_NAME, else the working directory's name.
@@ -45,7 +46,7 @@ class SwanLabLogger(Logger):
     project_argument = "project"
     _NEEDS = ("swanlab", "swanlab")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # seconds: the run begins without a server that does not answer
+    _start_timeout_s = 15.0  # seconds; the run begins even if the server does not answer
     _SYNC = ("project", "workspace", "mode", "log_dir")
     _PATHS = {"log_dir": ""}
 
@@ -82,7 +83,7 @@ class SwanLabLogger(Logger):
 
     def _init(self) -> Any:
         folder = self._log_dir or (self._save_dir or self.delivery.folder) / "swanlog"
-        # In a thread nobody can answer a question.
+        # Not interactive, since nobody can answer a question in a thread.
         given = {"settings": self._swanlab.Settings(interactive=False), **self._given}
         try:
             return self._swanlab.init(
@@ -119,7 +120,7 @@ class SwanLabLogger(Logger):
     def _delivered(self) -> dict[str, int]:
         proto = require("swanlab.proto.swanlab.record.v1.record_pb2", extra="swanlab", purpose="SwanLabLogger")
         store = require("swanlab.sdk.internal.core_python.store", extra="swanlab", purpose="SwanLabLogger")
-        last: dict[str, int] = {}  # nothing is known of a run online: the service takes no step twice
+        last: dict[str, int] = {}  # of an online run nothing is known, but the service accepts no step twice
         folder, here = self._tracker.dir.parent, self._tracker.mode in ("offline", "local")
         for file in sorted(folder.glob("run-*/*.swanlab")) if here else ():
             if file.stem == f"run-{self.version}" and file.parent != self._tracker.dir and file.stat().st_size:
@@ -164,6 +165,7 @@ class SwanLabLogger(Logger):
             self._tracker._core._store.ensure_flushed()
 
     def _finalize(self, status: str) -> None:
-        if self._ours and self._tracker.alive:  # SwanLab's own hook ends a run whose program fails
+        # False if SwanLab's own exit hook has ended the run of a program that failed
+        if self._ours and self._tracker.alive:
             state = {"success": "success", "interrupted": "aborted"}.get(status, "crashed")
             self._tracker.finish(state, error=None if status == "success" else status)

@@ -1,4 +1,4 @@
-"""Sending from a run folder what trackers did not take during the run: `instep runs sync`."""
+"""Sending the records of a run folder that trackers did not accept during the run: `instep runs sync`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from instep.utils.untrusted_files import open_regular
 _STEM = re.compile(r"[A-Za-z_][A-Za-z0-9_]*?(?:-(?P<number>[0-9]{1,4}))?(?:-rank-(?P<rank>[0-9]{1,6}))?")
 _TRIES = 3
 _PAUSE_S = 2.0
-_FEW = 20  # most files that are named
+_FEW = 20  # most files that the text names
 _NETWORK = ("http", "https", "aim")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:").match
-_PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path that no package reads as anything else
-# Variables without which a program does not run, or does not reach the network.
+_PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path that every package reads as a plain path
+# Variables that a program needs to run, or to reach the network.
 _KEPT = (
     *("PATH", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "TMP", "TEMP", "VIRTUAL_ENV", "SYSTEMROOT"),
     *("SSL_CERT", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
@@ -61,12 +61,12 @@ class Sent(NamedTuple):
 
 
 def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None = None) -> Iterator[Sent]:
-    """Send what waits in a run folder to where its loggers wrote, logger by logger, in the order it was logged.
+    """Send the waiting records of a run folder to where its loggers wrote, in the order in which they were logged.
 
-    The note beside it that says which logger to use is read as data: only a registered logger is made, only by its own
-    plain arguments. A note and records that this user's instep has not written go only where the user agrees, without
-    the user's credentials where the note names another host, with no file from outside of the run folder, and nothing
-    is written outside of it.
+    A note beside the records names the logger. The note is read as data: only a registered logger is made, and only
+    with its own plain arguments. If this user's instep did not write the note and the records, they are sent only where
+    the user agrees. Then no file from outside of the run folder is sent, nothing is written outside of it, and a host
+    that the note names gets none of the user's credentials.
 
     Args:
         run: the run folder.
@@ -116,7 +116,7 @@ def _send(run: Path, path: Path, timeout_s: float, ask: Callable[[str], None]) -
             raise SettingError(f"{why}: what came with a run folder may not lead out of it")
     elif not folder.is_absolute() and folder.parts and not (run / folder).resolve().is_relative_to(run.resolve()):
         raise SettingError(f"{run / folder} leads out of the run folder by a link")
-    if refused.exists():  # refused records are tried again, before the others
+    if refused.exists():  # refused records are tried again, before all others
         replace(backlog, b"".join([*_lines(refused), *_lines(backlog)]))
         refused.unlink()
     match = _STEM.fullmatch(path.stem)
@@ -142,15 +142,15 @@ def _check_file(file: Path) -> None:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the waiting lines of a file; a line that has arrived has lost its first character."""
+    """Yield the waiting lines of a file; the first character of a line that has arrived is overwritten."""
     with suppress(FileNotFoundError), BufferedReader(open_regular(file)) as lines:
         yield from (line.rstrip(b"\n") + b"\n" for line in lines if line.startswith(b"["))
 
 
 def _settle_places(kind: type[Logger], arguments: dict[str, Any], run: Path) -> bool:
-    """Settle the places in a stranger's note; return True if one is a host that the user's settings do not name.
+    """Decide the places in an untrusted note; return True if one is a host that the user's settings do not name.
 
-    What the environment names takes the place of the note's.
+    A place that the environment names replaces the note's place.
 
     Raises:
         SettingError: one is outside of the run folder.
@@ -192,7 +192,7 @@ def _settle_places(kind: type[Logger], arguments: dict[str, Any], run: Path) -> 
 
 
 def _local(place: str) -> tuple[str, str | None]:
-    """Split a place on this machine into the part before the path, and the path; None for the path of a host."""
+    """Split a local place into the part before the path, and the path; None for a path on a host."""
     for before, kept in (("sqlite:///", "sqlite:///"), ("file://", ""), ("file:", "")):
         if place.startswith(before):
             return kept, place.removeprefix(before)
@@ -200,7 +200,7 @@ def _local(place: str) -> tuple[str, str | None]:
 
 
 def _home(note: dict[str, Any], kind: type[Logger], arguments: dict[str, Any]) -> Path:
-    """Return the folder that paths in this user's note point from."""
+    """Return the folder to which relative paths in this user's note refer."""
     home = Path(str(note.get("cwd")))
     if home.is_dir():
         return home
@@ -228,7 +228,7 @@ def _question(
 
 @contextmanager
 def _apart(home: Path | None, bare: bool) -> Iterator[list[threading.Thread]]:
-    """Work in another folder in a `with` block; the yielded list collects threads that go on after it.
+    """Work in another folder in a `with` block; the yielded list collects threads that are still running afterwards.
 
     Args:
         home: the folder; None for an empty one, in which no package finds settings.
@@ -246,7 +246,7 @@ def _apart(home: Path | None, bare: bool) -> Iterator[list[threading.Thread]]:
             yield threads
         finally:
             os.chdir(before)
-            if not threads:  # only a process that goes on would find them
+            if not threads:  # only a process that continues would find them
                 _set_variables(variables)
 
 
@@ -269,7 +269,7 @@ def _class_of(text: str, note: Path) -> type[Logger]:
 
 
 def _check_free(backlog: Path, name: str) -> None:
-    """Raise where a process that runs holds the backlog."""
+    """Raise if a running process holds the backlog."""
     with suppress(ImportError, FileNotFoundError):
         import fcntl  # late: not on every platform
 

@@ -30,13 +30,13 @@ _NUMBERS = count()  # a counter in the name of each file, since this process may
 class TensorBoardLogger(Logger):
     """Writes metrics as TensorBoard event files into the run folder: `tensorboard --logdir <folder>` shows them.
 
-    The library's own records are written, without its thread, which forgets what a full disk does not take. torch's
-    SummaryWriter, whose import takes nine times as long, is loaded only if `experiment` is used. Hyperparameters are
-    written for the HParams tab, whose metrics are all the run's scalars, and into `hparams.yaml`. TensorBoard keeps
-    float32.
+    This logger writes records of TensorBoard's library, but without the library's thread, which loses records if the
+    disk is full. torch's SummaryWriter, whose import takes nine times as long, is loaded only if `experiment` is used.
+    Hyperparameters are written for the HParams tab, which shows all the run's scalars as metrics, and into
+    `hparams.yaml`. TensorBoard keeps float32.
 
-    A resumed run writes a further event file into the same folder, which begins by telling TensorBoard to forget the
-    points that were logged after the checkpoint.
+    A resumed run writes a new event file into the same folder. The first record of this file tells TensorBoard to drop
+    the points that were logged after the checkpoint.
 
     Args:
         save_dir: where run folders go; the first logger that has one decides. None: the run folder.
@@ -100,7 +100,7 @@ class TensorBoardLogger(Logger):
         return self._summary_writer
 
     def _start(self) -> None:
-        # Slow imports, 0.2 s together.
+        # These imports are slow, 0.2 s together.
         self._event = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="TensorBoardLogger")
         self._proto = require("tensorboard.compat.proto.summary_pb2", extra=None, purpose="TensorBoardLogger")
         delivery = self.delivery
@@ -252,7 +252,7 @@ class TensorBoardLogger(Logger):
 
 
 class _EventFile(OutputFile):
-    """Event file of one process in a folder that may have those of earlier ones."""
+    """Event file of one process, in a folder that may hold files of earlier processes."""
 
     def __init__(self, flush_s: float) -> None:
         self._flush_s = flush_s
@@ -276,7 +276,7 @@ class _EventFile(OutputFile):
         self.opened.append(framed.getvalue())
 
     def scalars_up_to(self, last: int) -> dict[str, int]:
-        """Return the last step of each scalar, of those that a resumed run keeps."""
+        """Return the last step of each scalar, among those that a resumed run keeps."""
         has: dict[str, int] = {}
         for event in self._all_events():
             if event.HasField("session_log"):

@@ -1,4 +1,4 @@
-"""Trackio: a database of this machine, a server of one's own, or a Hugging Face Space."""
+"""Trackio: a database on this machine, your own server, or a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from instep.loggers.backlog import Row
     from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
 
-# Trackio puts "__" before a metric of such a name.
+# Trackio puts "__" before a metric with one of these names.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
 
 
 class TrackioLogger(Logger):
     """Writes to Trackio, into its folder of all projects; `trackio show --project <project>` shows them.
 
-    A resumed run goes on in the Trackio run of the same name, so give runs different names, or none: Trackio makes one
-    up then. Into a database of this machine rows are written by this logger, and are there or raise; to a server or a
-    Space Trackio sends them from a thread of its own.
+    A resumed run continues the Trackio run of the same name. So give runs different names, or no name, for which
+    Trackio chooses one. For a database on this machine, this logger writes the rows itself, and raises if a row cannot
+    be written. To a server or a Space, Trackio sends the rows from its own thread.
 
     Args:
         project: None: "instep_runs".
@@ -64,7 +64,7 @@ class TrackioLogger(Logger):
         super().__init__(save_dir, name, version, prefix, **options)
         self._project = project or RUNS
         self._space_id, server = init.get("space_id"), init.get("server_url")
-        # Such an address may contain a token: `instep runs sync` takes TRACKIO_SERVER_URL.
+        # Such an address may contain a token, so it is not kept; `instep runs sync` uses TRACKIO_SERVER_URL.
         self._server_url = None if server is None or "?" in server or "@" in server else server
         self._init = init
         self._config: dict[str, Any] | None = None  # configuration that is not in the database yet
@@ -108,7 +108,7 @@ class TrackioLogger(Logger):
             for metrics, row in zip(named, rows, strict=True):
                 self._tracker.log(metrics, step=row.step)
             return
-        # `Run.log` would return before the rows are in the database, and only warn if they do not get there.
+        # `Run.log` would return before the rows are in the database, and only warn if writing them fails.
         self._storage.bulk_log(
             self._project,
             self._tracker.name,
@@ -144,7 +144,7 @@ class TrackioLogger(Logger):
             self._log_file(key, self._package().Video, ".gif", video.gif(), video.caption, step)
 
     def _log_file(self, name: str, kind: Any, ending: str, data: bytes, caption: str | None, step: int) -> None:
-        # Written to a file by us: Trackio would call ffmpeg for an array, and change the volume.
+        # Written to a file first, since Trackio would call ffmpeg for an array, and change the volume.
         with TemporaryDirectory() as folder:
             (file := Path(folder) / f"file{ending}").write_bytes(data)
             self._tracker.log({name: kind(file, caption=caption)}, step=step)

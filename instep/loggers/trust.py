@@ -1,8 +1,8 @@
-"""Trust in the files of `<run>/loggers`, which anybody may have put there.
+"""Trust in the files of `<run>/loggers`, which anybody may have written.
 
-The note beside a backlog says where its records are sent. A note and lines that this user's instep wrote carry its mark
-(`instep.utils.private_files`). Without it a note is a stranger's, and a record is sent only if nothing in it leads out
-of the run folder.
+The note beside a backlog says where its records are sent. Notes and lines that this user's instep wrote carry this
+user's mark (`instep.utils.private_files`). A note without the mark is not trusted. A record without it is sent only if
+no path in it leads out of the run folder.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def is_version(version: Any) -> bool:
 
 
 def sent_in(note: Mapping[str, Any]) -> dict[str, int]:
-    """Return the last step of each name in a note, as far as the values are steps."""
+    """Return the last step of each name in a note; values that are not valid steps are left out."""
     sent = note.get("sent")
     return {name: step for name, step in sent.items() if type(step) is int} if isinstance(sent, dict) else {}
 
 
 def status_in(note: Mapping[str, Any]) -> str:
-    """Return how the run ended according to its note; "interrupted" if the note says nothing known."""
+    """Return how the run ended according to its note; "interrupted" if the note gives no known status."""
     status = note.get("status")
     return status if status in _STATUS else "interrupted"
 
@@ -126,7 +126,7 @@ def why_not(record: Record, run: Path) -> str:
 def why_outside(path: Path, folder: Path, exists: bool = True) -> str:
     """Return which path in a file or folder leads out of its parent folder; "" if none does.
 
-    A link does, also a hard one, and so does what is neither a file nor a folder.
+    Symbolic links and hard links count as leading out, and so does what is neither a file nor a folder.
 
     Args:
         path: of the file or folder.

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _STEP = "trainer/global_step"
 _POLICY = choice("mutable", "immutable")
 _MODE = choice("online", "offline", "disabled", "shared")
-_FLUSH_S = 0.05  # W&B's own 15 s would be lost where the process is killed
+_FLUSH_S = 0.05  # seconds; W&B's own 15 s of data would be lost if the process is killed
 _SECONDS = above_zero("of seconds above 0")
 
-# What W&B's service and Go's network stack say when there is no way to the server. Anything else that the server
-# answers (a wrong key, an unknown entity) is the user's to repair and not hidden by going offline.
+# Error texts of W&B's service and Go's network stack if the server cannot be reached. Other answers of the server (a
+# wrong key, an unknown entity) are for the user to correct, and going offline must not hide them.
 _NO_NETWORK = (
     "timed out",
     "timeout",
@@ -50,13 +50,13 @@ _OPEN: set[str] = set()
 class WandbLogger(Logger):
     """Writes metrics to Weights & Biases: online, or offline into `<log_dir>/wandb` for a later `wandb sync`.
 
-    Training never waits for a network that is not there: connecting is tried for `init_timeout_s`, before the first
-    step, then the run goes on offline with a warning (or ends with an error, by `fall_back_offline=False`); during the
-    run W&B's own process sends in the background; at the end at most `finish_timeout_s` are waited, and what was not
-    sent stays in the folder for `wandb sync`. A missing API key is an error before the first step.
+    Training never waits for a missing network. Before the first step the logger tries to connect for `init_timeout_s`;
+    then the run continues offline with a warning (or, with `fall_back_offline=False`, ends with an error). During the
+    run W&B's own process sends in the background. At the end the logger waits for at most `finish_timeout_s`; values
+    that were not sent stay in the folder for `wandb sync`. A missing API key is an error before the first step.
 
-    The x axis of every metric is `trainer/global_step`. The run's id travels in `state_dict`, so a resumed run
-    continues the same W&B run: offline as a further folder with the same id, which `wandb sync` joins. A run that the
+    The x axis of every metric is `trainer/global_step`. The run's id is in `state_dict`, so a resumed run continues the
+    same W&B run. Offline it adds a folder with the same id, which `wandb sync` joins with the first. A run that the
     user's script opened by `wandb.init` is used as it is, and left open. `finalize` closes the run; logging or testing
     after that continues it.
 
@@ -141,14 +141,15 @@ class WandbLogger(Logger):
         self._disk: WandbFile | None = None  # file that W&B has written
         self._there: dict[str, int] = {}  # the last step of each metric in that file
         self._last: tuple[dict[str, float], int] = {}, 0
-        self._config: dict[str, Any] = {}  # configuration of a run that was opened before the resumed one was known
+        # configuration of a run that was opened before the state of the resumed run was loaded
+        self._config: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base's state, whose `version` is the run's id, and the project's name."""
         return {**super().state_dict(), "project": self._project}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the run of this id, unless the logger was given another."""
+        """Continue the run of this id, unless the logger was given another id."""
         if self._tracker is not None:
             self._config = dict(self._tracker.config)
         super().load_state_dict(state_dict)
@@ -157,7 +158,7 @@ class WandbLogger(Logger):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder below which W&B makes one per run, in `<log_dir>/wandb`; None before the start."""
+        """The folder in which W&B makes one folder per run, in `<log_dir>/wandb`; None before the start."""
         return self.save_dir if self._save_dir is not None else super().log_dir
 
     def _start(self) -> None:
@@ -210,7 +211,7 @@ class WandbLogger(Logger):
 
     def _init(self, wandb: Any, mode: str) -> Any:
         known = wandb.Settings.model_fields if hasattr(wandb.Settings, "model_fields") else {}
-        # Fields by the version of W&B that has them: an older one gets none that it does not know.
+        # Fields and the version of W&B that introduced them; an older version gets only those that it knows.
         limits = {
             "init_timeout": self._init_timeout_s,
             "login_timeout": self._init_timeout_s,
@@ -255,14 +256,14 @@ class WandbLogger(Logger):
             _read(self._disk, self._there)
             if all(self._there.get(name, -1) >= step for name in metrics):
                 break
-            time.sleep(_FLUSH_S / 2)  # another process writes it
+            time.sleep(_FLUSH_S / 2)  # another process writes the file
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self._log(metrics, step)
         self._last = metrics, step
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
-        # Not `step=`: W&B drops what comes with a smaller step than the last call's.
+        # Without `step=`, since W&B drops values whose step is smaller than the last call's.
         self._tracker.log({**values, _STEP: step})
 
     def _log_text(self, name: str, text: str, step: int) -> None:
@@ -321,7 +322,7 @@ class WandbLogger(Logger):
 
 
 def _read(file: WandbFile, there: dict[str, int]) -> None:
-    """Add the last step of each metric in the file to what is known."""
+    """Add the last step of each metric in the file to the known steps."""
     for row in file.read():
         if not isinstance(row, Forget):
             step, _, pairs = row

@@ -1,1 +1,1 @@
-"""Callbacks that the core does not name: a run has one only where its user or an installed package gives it."""
+"""Callbacks that the core does not import: a run has one only if its user or an installed package adds it."""

@@ -1,4 +1,4 @@
-"""The largest batch size that fits into memory, found by running steps with larger and larger ones."""
+"""The largest batch size that fits into memory, found by running steps with larger and larger batches."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MARGIN = Check(lambda value: is_number(value) and 0.0 <= value < 1.0, "a number
 
 
 class BatchSizeFinder(Callback):
-    """Look for the largest batch size that fits into memory, by steps that are undone afterwards.
+    """Find the largest batch size that fits into memory, by steps that are undone afterwards.
 
-    The size is an attribute of the module or datamodule, whose loader methods use it. With each size to try it is set,
-    the loaders are asked for again, and a few steps are run, those of validation too. A rank that runs out of memory
-    is heard by all, wherever in a step it does, and all go on with the same size. The size found stays in the
-    attribute; nothing else is left of the steps. A run that is resumed keeps it and does not look again.
+    The size is an attribute of the module or datamodule, whose loader methods use it. For each trial, the callback sets
+    the attribute, requests the loaders again, and runs a few training and validation steps. If a rank runs out of
+    memory anywhere in a step, all ranks learn of it and continue with the same size. The found size stays in the
+    attribute; all other effects of the steps are undone. A resumed run keeps the size and does not search again.
 
-    Call `scale_batch_size(trainer, module)` in `on_train_epoch_start` of a subclass to look at other epochs.
+    To search at other epochs too, call `scale_batch_size(trainer, module)` in `on_train_epoch_start` of a subclass.
 
     Args:
         mode: "power": double the size until memory runs out. "binsearch": and then halve the distance between the last
@@ -96,7 +96,7 @@ class BatchSizeFinder(Callback):
         self.scale_batch_size(trainer, module)
 
     def scale_batch_size(self, trainer: Trainer, module: TrainModule) -> None:
-        """Look for the batch size now: at the start of a run or of an epoch. Collective."""
+        """Search for the batch size now: at the start of a run or of an epoch. Collective."""
         if trainer.fast_dev_run:
             warn_user("Skipping batch size scaler since `fast_dev_run` is enabled.")
             return
@@ -194,7 +194,7 @@ class _Search:
         self._size, self._trials, self._largest = min(first, largest), trials, largest
 
     def power(self) -> int | None:
-        """Return the size that was found by doubling; None if the search was ended early."""
+        """Return the size that doubling found; None if the search was ended early."""
         size, best, failed = self._size, None, None
         for count in range(1, self._trials + 1):
             if self._left():
@@ -215,7 +215,7 @@ class _Search:
         return self._found(best, failed)
 
     def binsearch(self, margin: float) -> int | None:
-        """Return the size that was found by bisection, less the margin; None if the search was ended early."""
+        """Return the size that bisection found, minus the margin; None if the search was ended early."""
         size, best, failed, fitted = self._size, 0, None, 0
         while fitted < self._trials and (failed is None or failed - best > 1):
             if self._left():
@@ -240,7 +240,7 @@ class _Search:
         return less
 
     def _larger(self, size: int) -> int:
-        """Return twice the size; the size itself if a larger one has no use."""
+        """Return twice the size; return the size itself if a larger one is useless."""
         most = self._most()
         if most is not None and size >= most:
             rank_zero_info(f"The batch size {size} is greater or equal than the length of your dataset: {most}.")

@@ -18,7 +18,7 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_EVERY_S = 1.0  # nvidia-smi's own default; a sample takes 0.1 ms of a CPU, with NVML some ms
+_EVERY_S = 1.0  # seconds, as nvidia-smi's default; a sample takes 0.1 ms of a CPU, and some ms with NVML
 
 Sampler = Callable[[], dict[str, float]]
 
@@ -36,7 +36,7 @@ class DeviceStatsMonitor(Callback):
       (percent), `memory.used` and `memory.total` (bytes, of all processes), `temperature.gpu` (degrees Celsius),
       `power.draw` (watts) and `clocks.sm` (MHz). Values that a device does not report are left out.
 
-    Each process knows its own device; the loggers of the main process show that one's.
+    Each process measures its own device; the main process's loggers show the main process's device.
 
     Args:
         cpu_stats: log the CPU's statistics. None: where the device has none of its own, that is everywhere but on CUDA.
@@ -72,12 +72,13 @@ class DeviceStatsMonitor(Callback):
                 "Cannot use `DeviceStatsMonitor` callback with `Trainer(logger=False)`: give Trainer(logger=...) one, "
                 "or leave the callback out."
             )
-        # What no logger writes need not be measured.
+        # If no logger writes values, none are measured.
         self._every = trainer.log_every_n_steps if trainer.loggers and logs_here(trainer) else 0
         if not self._every:
             return
         self._samplers = self._choose(trainer.strategy.root_device)
-        self._newest = self._sample()  # psutil's first percentage is 0.0; later ones cover the time since the last
+        # psutil's first percentage is 0.0; each later one covers the time since the last call
+        self._newest = self._sample()
         unknown = (self.filter_keys or frozenset()) - self._newest.keys()
         if unknown:
             warn_user(
@@ -93,7 +94,7 @@ class DeviceStatsMonitor(Callback):
         thread, self._thread = self._thread, None
         if thread is not None:
             self._over.set()
-            thread.join(_EVERY_S)  # a limit, since a driver that hangs must not keep the run from ending
+            thread.join(_EVERY_S)  # with a timeout, so that a driver that hangs cannot keep the run from ending
         self._samplers, self._newest = [], None
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -143,7 +144,7 @@ class DeviceStatsMonitor(Callback):
         return {name: value for sampler in self._samplers for name, value in sampler().items()}
 
     def _run(self, over: threading.Event) -> None:
-        wait_s = 0.1  # wait briefly the first time, so that percentages come soon
+        wait_s = 0.1  # a short first wait, so that percentages come soon
         while not over.wait(wait_s):
             self._newest = self._sample()
             wait_s = _EVERY_S
@@ -159,11 +160,11 @@ def _cpu_sampler() -> Sampler:
 
 
 def _nvml_sampler(device: torch.device) -> Sampler:
-    """Make the function that reads a device's values from NVIDIA's library; one that fails is not asked for again."""
+    """Make the function that reads a device's values by NVIDIA's library; a value that fails is not read again."""
     pynvml: Any = require("pynvml", extra="monitor", purpose="DeviceStatsMonitor")
     try:
         pynvml.nvmlInit()
-        # By its UUID: CUDA_VISIBLE_DEVICES numbers the devices anew, and NVML does not know of that.
+        # Find the device by its UUID, since NVML ignores the numbering of CUDA_VISIBLE_DEVICES.
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     # Raised for a slice of a GPU (MIG), or in a container without the driver's library.
     except pynvml.NVMLError as error:

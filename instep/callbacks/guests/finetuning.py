@@ -33,12 +33,13 @@ Modules = nn.Module | Iterable[Any]
 class BaseFinetuning(Callback):
     """Freeze parts of a module before training, and let them join it at the start of later epochs.
 
-    Override `freeze_before_training` and `finetune_function`. The first runs before `configure_optimizers`, which
-    should give the optimizer the parameters only that require gradients; the second at the start of every epoch, once.
+    Override `freeze_before_training` and `finetune_function`. `freeze_before_training` runs before
+    `configure_optimizers`, which should give the optimizer only parameters that require gradients. `finetune_function`
+    runs once at the start of every epoch.
 
-    A checkpoint holds which parameters were frozen and the optimizer's groups. A run that goes on from it, within an
-    epoch too and under another strategy or world size, has the same groups before the optimizer's state is loaded.
-    Learning-rate schedules go on with a new group as if it had begun with the rate that leads to its present one.
+    A checkpoint holds which parameters were frozen and the optimizer's groups. A resumed run gets the same groups
+    before the optimizer's state is loaded, also within an epoch, under another strategy and with another world size.
+    Learning-rate schedules treat a new group as if it had started with the initial rate that leads to its present rate.
 
     Raises:
         SettingError: at the start, the strategy takes no new parameter groups (DeepSpeed).
@@ -71,7 +72,7 @@ class BaseFinetuning(Callback):
         self._fitted: ref[nn.Module] | None = None
         self._restarting = False
 
-    # ---- to override
+    # ---- methods to override
 
     def freeze_before_training(self, module: TrainModule) -> None:
         """Freeze the layers that are trained later, by calling `freeze`. Called before `configure_optimizers`."""
@@ -83,7 +84,7 @@ class BaseFinetuning(Callback):
             f"{type(self).__name__} has no finetune_function(module, epoch, optimizer); BaseFinetuning calls it"
         )
 
-    # ---- what they use
+    # ---- helpers for these methods
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
@@ -148,7 +149,7 @@ class BaseFinetuning(Callback):
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that an optimizer does not have yet; warn of those that it has."""
         there = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        every = list(dict.fromkeys(params))  # a tied parameter comes twice
+        every = list(dict.fromkeys(params))  # without duplicates, since a tied parameter comes twice
         new = [parameter for parameter in every if id(parameter) not in there]
         if len(new) < len(every):
             name = type(optimizer).__name__
@@ -180,7 +181,7 @@ class BaseFinetuning(Callback):
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
         trained = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
-        norms = BaseFinetuning._norms_of(modules, optimizer)  # by default `freeze` leaves BatchNorm layers trained
+        norms = BaseFinetuning._norms_of(modules, optimizer)  # by default, `freeze` does not freeze BatchNorm layers
         new = BaseFinetuning.filter_on_optimizer(optimizer, [p for p in trained if id(p) not in norms])
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
@@ -213,7 +214,7 @@ class BaseFinetuning(Callback):
             self.freeze_before_training(module)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Restore which parameters the checkpoint, or the last fit, had frozen, and the groups it had added."""
+        """Restore which parameters were frozen and which groups were added, in the checkpoint or the last fit."""
         if self._restarting:
             self._restore(trainer, module)
             self._restarting = False
@@ -401,10 +402,10 @@ class BackboneFinetuning(BaseFinetuning):
 def schedule_groups(
     optimizer: Optimizer, schedulers: Sequence[Any], changed: Iterable[int], lr: float | None = None
 ) -> None:
-    """Let schedules go on with parameter groups that were added, or whose learning rate was set by hand.
+    """Apply schedules to parameter groups that were added, or whose learning rate was set by hand.
 
-    Such a group has the schedule of the first group, on another scale: as if it had begun with the rate that leads to
-    its present one. torch's schedulers know the groups only that the optimizer had when they were made.
+    Such a group follows the schedule of the first group, scaled so that it gives the group's present rate. torch's
+    schedulers know only the groups that the optimizer had when the scheduler was made.
 
     Args:
         optimizer: has the groups, with their present rates.
@@ -441,6 +442,6 @@ def _schedule_group(leaf: Any, index: int, scale: float) -> None:
         if not isinstance(values, list) or not values:
             continue
         if index == len(values):
-            values.append(deepcopy(values[0]))  # a factor may be an object that counts its calls
+            values.append(deepcopy(values[0]))  # copied, since a factor may be an object that counts its calls
         if name in _RATES_PER_GROUP:
             put_rate(values, index, float(values[0]) * scale)

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Change the number of micro-batches per optimizer step at given epochs.
 
-    `trainer.accumulate_grad_batches` is the number that holds now, and `trainer.estimated_stepping_batches` counts with
-    all of them. As everywhere the last window of an epoch is divided by its own samples. The number follows from the
-    epoch alone, so that a run resumes exactly. To change at a step rather than an epoch, with the samples of an
-    optimizer step held over any number of processes: `Trainer(global_batch_size={0: 64, 1000: 256})`.
+    `trainer.accumulate_grad_batches` is the present number, and `trainer.estimated_stepping_batches` includes all
+    changes. The last window of an epoch may have fewer micro-batches; its gradients are divided by its own number of
+    samples. The number follows from the epoch alone, so that a run resumes exactly. To change at a step rather than an
+    epoch, with the samples of an optimizer step held over any number of processes: `Trainer(global_batch_size={0: 64,
+    1000: 256})`.
 
     Args:
         scheduling: micro-batches per optimizer step by the epoch, from 0, from which they hold. 1 before the first.
@@ -68,7 +69,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(begin for begin in self.epochs if begin <= epoch)]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Check that nothing else decides the accumulation."""
+        """Check that no other setting sets the accumulation."""
         if sum(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks) > 1:
             raise SettingError(
                 "two GradientAccumulationScheduler callbacks would each set the accumulation. Leave one of them out: "

@@ -43,10 +43,10 @@ class _Row(NamedTuple):
 class GradientMonitor(Callback):
     """Log the norm of every parameter's gradient, and of all together, every `log_every_n_steps` optimizer steps.
 
-    Names are `grad_2.0_norm/layer.weight` and `grad_2.0_norm_total`. The gradients
-    are complete then: of the whole accumulation window, reduced over ranks, without the gradient scaler's factor, and
-    not clipped yet. Of sharded ones (FSDP, tensor parallelism) the norm is the whole one's; of a pipeline each process
-    has its own stage. The values come to the host beside the training and are logged under their own step.
+    Names are `grad_2.0_norm/layer.weight` and `grad_2.0_norm_total`. The gradients are complete at that point: of the
+    whole accumulation window, reduced over ranks, without the gradient scaler's factor, and not clipped yet. For
+    sharded gradients (FSDP, tensor parallelism) the norm is that of the whole gradient; in a pipeline each process logs
+    its own stage. The values are copied to the host while training continues, and logged under their own step.
 
     Args:
         norm_type: the order of the norm; "inf" for the largest element.
@@ -98,13 +98,13 @@ class GradientMonitor(Callback):
         self._names, self._waiting = {}, []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        step = trainer.global_step + 1  # step of the values that the loop hands over after this one
+        step = trainer.global_step + 1  # step of the values that the loop passes after this step
         if self._every and step % self._every == 0:
             self._deliver(trainer, only_ready=True)
             self._look(trainer, module, optimizer, step)
 
     def before_save(self, trainer: Trainer) -> None:
-        self._deliver(trainer)  # a run that resumes from this checkpoint does not pass these steps again
+        self._deliver(trainer)  # log now, since a run that resumes from this checkpoint does not repeat these steps
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._deliver(trainer)
@@ -179,7 +179,8 @@ def _histograms(parameters: list[Tensor]) -> Tensor:
         values = local_part(gradient)
         scaled = values.float() / torch.where(most > 0, most, 1.0).to(values.device, non_blocking=True)
         with _in_any_order():
-            # The ends are given: otherwise the device would be asked for the least and the largest value.
+            # The ends of the range are given; without them torch would wait for the device to find the least and
+            # largest value.
             counts = torch.histc(scaled, _BINS, -1.0, 1.0)
         rows.append(counts.to(most.device, non_blocking=True))
     wide = widest_float(largest.device)
@@ -189,7 +190,7 @@ def _histograms(parameters: list[Tensor]) -> Tensor:
 
 @contextmanager
 def _in_any_order() -> Iterator[None]:
-    """Allow counting under deterministic algorithms, which torch refuses on CUDA: the sums are the same."""
+    """Allow counting under deterministic algorithms, which torch refuses on CUDA; counts do not depend on order."""
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
@@ -202,7 +203,7 @@ def _in_any_order() -> Iterator[None]:
 
 
 def _on_its_way(step: int, values: Tensor, names: list[str], suffix: str) -> _Row:
-    """Start the copy to the host; on a GPU nothing waits for it."""
+    """Start the copy to the host; on a GPU nothing waits for the copy."""
     if values.device.type != "cuda":
         return _Row(step, values.cpu(), lambda: True, lambda: None, names, suffix)
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -214,7 +215,7 @@ def _on_its_way(step: int, values: Tensor, names: list[str], suffix: str) -> _Ro
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
     """Compute the norm of each parameter's gradient, and of all of them together, without waiting for the device.
 
-    Under strategies that cut parameters, those are the norms of this rank's part.
+    Under strategies that shard parameters, the norms are those of this rank's part.
 
     Args:
         module: parameters without a gradient are left out.

@@ -22,16 +22,17 @@ Pictures = Mapping[str, Any]
 
 
 class ImageSampler(Callback):
-    """Log the same few samples in every n-th epoch through `logger.log_image`, with what the module predicts.
+    """Log the same few samples in every n-th epoch through `logger.log_image`, with the module's predictions.
 
-    At each validation of such an epoch, or with `batch` at its end. The samples are the first ones of the first
-    validation batch of the first validation loader, or those of `batch`. By default their pictures are the first tensor
-    of the batch that has four dimensions (samples, channels, height, width), and the module is called with it: pictures
-    that it returns are logged as `samples/prediction` beside `samples/input`; of scores by class the largest, and the
-    target beside it, become captions. `sample_fn` does it in another way, for instance to draw from a generative model.
+    They are logged at each validation of such an epoch; with `batch`, at the end of the epoch. The samples are the
+    first ones of the first validation batch of the first validation loader, or those of `batch`. By default the
+    pictures are the first tensor of the batch with four dimensions (samples, channels, height, width), and the module
+    is called with this tensor. If the module returns pictures, they are logged as `samples/prediction` beside
+    `samples/input`. If it returns scores by class, the class with the largest score and the target become captions.
+    `sample_fn` replaces this, for instance to draw from a generative model.
 
-    Every rank calls the module, since its layers may be spread over ranks; the main process logs. Random numbers that
-    are drawn for it are put back: training is the same with and without.
+    Every rank calls the module, since its layers may be spread over ranks; the main process logs. The random generators
+    are restored afterwards, so training is the same with and without this callback.
 
     Args:
         num_samples: how many at most; the main process logs those of its own batch.
@@ -108,7 +109,7 @@ class ImageSampler(Callback):
 
 
 def _pictures(module: TrainModule, batch: Any) -> Pictures:
-    """Turn inputs and predictions of the usual forms into pictures."""
+    """Convert inputs and predictions of the usual forms to pictures."""
     leaves: list[Tensor] = []
     map_leaves(lambda leaf: leaves.append(leaf) if isinstance(leaf, Tensor) else None, batch)
     images = next((leaf for leaf in leaves if leaf.ndim == 4), None)

@@ -1,4 +1,4 @@
-"""A callback out of plain functions."""
+"""A callback built from plain functions."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ class LambdaCallback(Callback):
             choice(*HOOKS)("LambdaCallback's hook", name)
             if not callable(function):
                 raise wrong(name, function, "a function that takes the hook's arguments")
-            setattr(self, name, function)  # an attribute of this object, which the Trainer sees as a hook too
+            setattr(self, name, function)  # set on this object; the Trainer sees it as a hook too

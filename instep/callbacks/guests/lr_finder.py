@@ -1,4 +1,4 @@
-"""A learning rate found by trying many: a few steps each, undone after them."""
+"""A learning rate found by trying many rates, one step each; the steps are undone afterwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FEWEST = _SKIP_BEGIN + 2 + _SKIP_END  # fewest points of a search: a slope need
 
 
 class LRFinder:
-    """Losses that a range of learning rates gave, and the rate that they suggest.
+    """The losses at a range of learning rates, and the rate that these suggest.
 
     Args:
         mode: "exponential" or "linear": how the rate grew from step to step.
@@ -117,13 +117,13 @@ class LRFinder:
 
 
 class LearningRateFinder(Callback):
-    """Look for a learning rate before training, by steps with growing rates that are undone afterwards.
+    """Find a learning rate before training, by steps with growing rates that are undone afterwards.
 
     The loss at each step is the mean over its micro-batches and all ranks, smoothed by a running mean. The suggestion
     is written into the module's learning rate, and into the optimizer, whose schedules go on as if they had begun with
-    it. Nothing else is left of the steps; a run that is resumed keeps the rate and does not look again.
+    it. All other effects of the steps are undone. A resumed run keeps the rate and does not search again.
 
-    Call `lr_find(trainer, module)` in `on_train_epoch_start` of a subclass to look at other epochs.
+    To search at other epochs too, call `lr_find(trainer, module)` in `on_train_epoch_start` of a subclass.
 
     Args:
         min_lr: the first rate.
@@ -209,7 +209,7 @@ class LearningRateFinder(Callback):
         self.lr_find(trainer, module)
 
     def check(self, module: TrainModule, datamodule: Any = None) -> str:
-        """Return the name of the attribute that gets the rate; empty where none does.
+        """Return the name of the attribute that gets the rate; "" if no attribute does.
 
         Raises:
             AttributeError: there is no such attribute.
@@ -217,7 +217,7 @@ class LearningRateFinder(Callback):
         return _attribute(self._attr_name, module, datamodule) if self._update_attr else ""
 
     def apply(self, module: TrainModule, datamodule: Any = None) -> float | None:
-        """Write the suggestion, where there is one, into the attribute, and return it."""
+        """Write the suggestion, if there is one, into the attribute, and return it."""
         if self.optimal_lr is None or not self._update_attr:
             return None
         rate = self.optimal_lr.suggestion()
@@ -226,7 +226,7 @@ class LearningRateFinder(Callback):
         return rate
 
     def lr_find(self, trainer: Trainer, module: TrainModule) -> None:
-        """Look for a learning rate now: at fit's start, or at the start of an epoch. Collective."""
+        """Search for a learning rate now: at the start of fit, or at the start of an epoch. Collective."""
         if trainer.fast_dev_run:
             warn_user("Skipping learning rate finder since `fast_dev_run` is enabled.")
             return
@@ -257,7 +257,7 @@ class LearningRateFinder(Callback):
             print_text(trainer, f"LearningRateFinder: learning rate set to {suggestion:g}")
 
     def _try(self, step: Callable[[], float | None], groups: Sequence[dict[str, Any]]) -> LRFinder | None:
-        """Train with one rate after the other; return None if the trial was ended early."""
+        """Train one step with each rate; return None if the trial was ended early."""
         rates, threshold = self._rates, self._early_stop_threshold
         found = LRFinder(rates.mode, rates.first, rates.last, rates.count)
         mean = best = 0.0
@@ -316,7 +316,7 @@ class _Rates:
         self.first, self.last, self.count, self.mode = first, last, count, mode
 
     def at(self, index: int) -> float:
-        """Return the rate of a step from 0: first the lowest, then (step + 1) / count of the way to the highest.
+        """Return the rate of step `index`: the lowest at first, then (step + 1) / count of the way to the highest.
 
         Source: as Lightning's scheduler has it, so that both try the same rates.
         """

@@ -1,4 +1,4 @@
-"""A checkpoint of a run that an exception ends, from which the same command goes on."""
+"""A checkpoint of a run that an exception ends; the same command resumes from it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 
 
 class OnExceptionCheckpoint(Callback):
-    """Save a checkpoint when an exception ends fit, so that nothing since the last regular one is lost.
+    """Save a checkpoint when an exception ends fit, so that no step since the last regular checkpoint is lost.
 
     `ckpt_path="auto"` and `"last"` resume from it where it is the newest, with a `ModelCheckpoint` beside it or
-    without, and so does a job that its launcher starts again. It holds the state after the last optimizer step. What
-    came out of an optimizer's step may be half a step: that is kept as a checkpoint that only its path resumes. If the
-    batch that failed had drawn random numbers, or run through a BatchNorm, it does so a second time.
+    without, and so does a job that its launcher starts again. It holds the state after the last optimizer step. If the
+    exception came out of an optimizer's step, the step may be half done: such a checkpoint is resumed only by its path.
+    If the failed batch had drawn random numbers or changed BatchNorm statistics, the resumed run does so a second time.
 
-    With several processes all of them save together. Where only some have failed, which the others cannot know, those
-    save on their own if each process holds the whole state (`ddp`): other strategies have their regular checkpoints.
+    With several processes, all save together. If only some processes failed, the others do not know of it; then the
+    failed processes save on their own if each holds the whole state (`ddp`). Other strategies then have only their
+    regular checkpoints.
 
-    It is deleted once the same run, resumed, has ended well and has a newer checkpoint that verifies. What a
-    preemption ends has been saved already, and a NonFiniteError's state is not worth it. Nothing can be read off a
-    device that has failed, as after an illegal access to its memory.
+    The checkpoint is deleted after the resumed run has ended well and has a newer checkpoint that verifies. Nothing is
+    saved after a preemption, which has already saved, nor after a NonFiniteError, whose state has no use. If a device
+    has failed, as after an illegal memory access, its state cannot be saved.
 
     Args:
         dirpath: a folder or URL. It may be shared with a `ModelCheckpoint`.
@@ -65,7 +66,7 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def ckpt_path(self) -> str:
-        """The checkpoint's name in its folder; `ckpt_path=` finds the newest attempt of it."""
+        """The checkpoint's name in its folder; `ckpt_path=` with this name resumes from its newest attempt."""
         return str(self.own_folder / self.filename)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Optuna's pruning: a run that does worse than the study's other trials is ended early."""
+"""Optuna's pruning: a run that is worse than the study's other trials is ended early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PRUNE = "optuna: prune"
 
 
 class OptunaPruning(Reporting):
-    """Report a metric to an Optuna trial once an epoch, and end the fit where the study's pruner says so.
+    """Report a metric to an Optuna trial once an epoch, and end the fit if the study's pruner decides so.
 
     The main process alone talks to the study, so that any number of ranks may train: the decision reaches them as a
     trigger, and `fit` raises `optuna.TrialPruned` on all of them at its end.

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 INTERVALS = ("batch", "epoch", "batch_and_epoch")
 _PART = re.compile(r"\d{8,}-\d{5,}\.(safetensors|jsonl)")
-_ROWS = 4096  # rows that are copied at once when files are joined
+_ROWS = 4096  # rows that are copied at one time when files are joined
 
 
 class BasePredictionWriter(Callback):
     """A callback that is given predictions to write: override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    The hooks run on every rank with that rank's own predictions. A batch that a rank replays to keep step with the
-    others is left out.
+    The hooks run on every rank with that rank's own predictions. A batch that a rank repeats because other ranks have
+    more batches is left out.
 
     Args:
         write_interval: "batch", "epoch" or "batch_and_epoch": which of the two hooks are called. With "epoch" all
@@ -129,15 +129,15 @@ class BasePredictionWriter(Callback):
 class PredictionWriter(BasePredictionWriter):
     """Write predictions as safetensors or JSON lines: a file for each batch, or one file in the data's order.
 
-    Each batch is written when it is done, so memory holds one batch, whatever the interval. With "epoch" the main
-    process joins the files at the end into `predictions.safetensors` (or `.jsonl`), sorted by the samples' indices in
-    the data set, and deletes them; where indices are not known, in the order of batches and ranks. Every sample is
-    there once, at any number of processes. A file appears when it is complete, and replaces one of an earlier run.
-    With several loaders there are `predictions-0`, `predictions-1` and so on.
+    Each batch is written as soon as it is computed, so memory holds one batch with either interval. With "epoch" the
+    main process joins the files at the end into `predictions.safetensors` (or `.jsonl`), sorted by the samples' indices
+    in the data set, and deletes the files of batches. If indices are not known, the order is that of batches and ranks.
+    Every sample is there once, with any number of processes. A file appears when it is complete, and replaces that of
+    an earlier run. With several loaders there are `predictions-0`, `predictions-1` and so on.
 
-    Each output of `predict_step` must have a row per sample. A tensor is written as `predictions`; of dicts and tuples
-    each entry under its key or number; in JSON lines lists of texts or other values may stand among them. The samples'
-    indices in the data set are `index`.
+    Each output of `predict_step` must have a row per sample. A tensor is written as `predictions`; each entry of a dict
+    or tuple under its key or number. With JSON lines, entries may also be lists of texts or other values. The samples'
+    indices in the data set are written as `index`.
 
     Args:
         output_dir: the folder. With several machines and "epoch", one that all see.
@@ -172,9 +172,9 @@ class PredictionWriter(BasePredictionWriter):
         self._written = {}
         if trainer.is_global_zero:
             for folder in (self.output_dir / "predictions", *self.output_dir.glob("predictions-*")):
-                _clear(folder)  # remove the files of an earlier prediction that was cut short, or longer
+                _clear(folder)  # removes the files of an earlier prediction that was interrupted or had more batches
         readers: list[int] = gather_object(trainer.strategy.data_rank)
-        # Other ranks with the same data write nothing.
+        # If several ranks have the same data, only the first of them writes.
         self._writes = readers.index(trainer.strategy.data_rank) == trainer.global_rank
 
     def on_predict_batch_end(
@@ -227,7 +227,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def _clear(folder: Path) -> None:
-    """Delete the files of batches in a folder, and the folder where it has nothing else."""
+    """Delete the files of batches in a folder, and the folder itself if it is then empty."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -267,7 +267,7 @@ def _columns(outputs: Any, rows: int | None, prefix: str = "") -> dict[str, Any]
 
 
 def _are_columns(outputs: Any, rows: int | None) -> bool:
-    """Return whether a list is one of tensors with a row for each sample, rather than one value for each sample."""
+    """Return whether a list holds tensors with a row for each sample, and not one value for each sample."""
     if not isinstance(outputs, list) or not outputs:
         return False
     return all(isinstance(value, Tensor) and value.ndim and len(value) == (rows or len(value)) for value in outputs)
@@ -299,7 +299,7 @@ def _write_tensors(path: Path, columns: dict[str, Any]) -> None:
 
     wrong = next((name for name, column in columns.items() if not isinstance(column, Tensor)), None)
     if wrong == "index":
-        # Columns whose values are no numbers.
+        # Columns whose values are not numbers.
         columns = {name: column for name, column in columns.items() if name != "index"}
     elif wrong is not None:
         raise DataError(
@@ -336,7 +336,7 @@ def _join_tensors(path: Path, parts: list[Path]) -> None:
     starts = np.concatenate([[0], np.cumsum(counts)])
     place = np.empty(starts[-1], np.int64)
     place[np.arange(starts[-1]) if order is None else order] = np.arange(starts[-1])
-    # An expanded tensor has the right shape and takes no memory.
+    # An expanded tensor has the whole shape and takes no memory.
     head, whole = framing({name: row.expand(int(starts[-1]), *row.shape[1:]) for name, row in rows.items()})
     with open(path, "wb") as joined:
         joined.write(head)
@@ -357,7 +357,7 @@ def _row(row: Tensor) -> str:
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of rows that stay together: first row, end (exclusive), and position of the first row."""
+    """Yield runs of consecutive rows: first row, end (exclusive), and position of the first row."""
     cuts: list[int] = (np.flatnonzero(np.diff(places) != 1) + 1).tolist()
     for first, last in zip([0, *cuts], [*cuts, len(places)], strict=True):
         for begin in range(first, last, _ROWS):
@@ -385,7 +385,7 @@ def _plain(value: Any) -> Any:
 
 
 def _join_lines(path: Path, parts: list[Path]) -> None:
-    """Join text files line by line; of each line only its position is kept in memory."""
+    """Join text files line by line; memory holds only the position of each line."""
     places: list[tuple[int, int]] = []
     indices: list[Any] = []
     for number, part in enumerate(parts):

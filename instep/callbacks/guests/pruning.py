@@ -1,4 +1,4 @@
-"""Pruning: weights that become zero while a model is trained."""
+"""Pruning: weights that become zero during training."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class ModelPruning(Callback):
     """Prune parameters with `torch.nn.utils.prune`, at the end of every epoch.
 
     A pruned parameter `weight` becomes a parameter `weight_orig` and a mask `weight_mask`, whose product is `weight`.
-    The masks are those of the first rank on every rank. A checkpoint has masks and first values in this callback's
-    state, so that a run that goes on from it is the same bit for bit; with `make_pruning_permanent` its weights are
-    plain ones, zeros among them, under their own names.
+    All ranks use the first rank's masks. A checkpoint has the masks and the initial values in this callback's state, so
+    that a resumed run is the same bit for bit. With `make_pruning_permanent`, a checkpoint holds plain weights under
+    their own names, where pruned values are zero.
 
     Args:
         pruning_fn: "l1_unstructured", "random_unstructured", "ln_structured", "random_structured", or a subclass of
@@ -132,13 +132,13 @@ class ModelPruning(Callback):
         self._prune_on_train_epoch_end = FLAG("prune_on_train_epoch_end", prune_on_train_epoch_end)
         self._original_layers: dict[int, dict[str, Any]] | None = None
         self._module_names: dict[int, str] = {}  # name of each module, by its id
-        self._masks: dict[str, Tensor] = {}  # masks of a checkpoint, to be put back
+        self._masks: dict[str, Tensor] = {}  # masks of a checkpoint that are to be applied again
         self._first: dict[str, Tensor] = {}
         self._world_size = 1
         self._rank = 0
 
     def _method(self, given: Any, dim: int | None, norm: int | None) -> Any:
-        """Return the pruning method, or a function for each parameter; check the arguments that belong to it."""
+        """Return the pruning method, or a function for each parameter; check the method's arguments."""
         if isinstance(given, str):
             given = given.lower()
             if given not in _FUNCTIONS:
@@ -249,11 +249,11 @@ class ModelPruning(Callback):
     # ---- pruning
 
     def apply_pruning(self, amount: float) -> None:
-        """Prune the parameters once, and give all ranks the first one's masks. Collective."""
+        """Prune the parameters once, and give the first rank's masks to all ranks. Collective."""
         places = self._parameters_to_prune
         before = [self._pruned(part, name) for part, name in places] if self._verbose else []
         for part, _ in places:
-            _refresh(part)  # include the changes of the last step
+            _refresh(part)  # update the masked weights, which do not include the last step yet
         if self._use_global_unstructured:
             taken = set(inspect.signature(self.pruning_fn).parameters) - {"self"}
             options = {key: value for key, value in {**self._options, "amount": amount}.items() if key in taken}
@@ -316,7 +316,7 @@ class ModelPruning(Callback):
                 )
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Put plain weights in the place of masks and masked weights, in a module and all within."""
+        """Replace masks and masked weights by plain weights, in a module and all its submodules."""
         for part in module.modules():
             for key, hook in list(part._forward_pre_hooks.items()):
                 if isinstance(hook, torch_prune.BasePruningMethod):
@@ -352,7 +352,7 @@ class ModelPruning(Callback):
         self._masks, self._first, self._original_layers = {}, {}, None
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Keep the first values; put the checkpoint's masks back before the optimizer's state is loaded."""
+        """Keep the initial values; apply the checkpoint's masks again before the optimizer's state is loaded."""
         self._module_names = {id(part): clean_name(name) for name, part in module.named_modules()}
         if self._use_lottery_ticket_hypothesis is not False:
             self._original_layers = {}
@@ -393,7 +393,7 @@ class ModelPruning(Callback):
                 self.apply_lottery_ticket_hypothesis()
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Leave plain weights, after the last checkpoint, whose optimizer names the masked parameters."""
+        """Leave plain weights in the module, after the last checkpoint, whose optimizer names the masked parameters."""
         if self._make_pruning_permanent:
             self.make_pruning_permanent(module)
 
@@ -422,9 +422,10 @@ class ModelPruning(Callback):
             checkpoint["state_dict"] = dict(_without_masks(checkpoint["state_dict"]))
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Convert loaded weights to the module's form: plain if this callback masks them later, or masked already."""
+        """Convert loaded weights to the module's form: plain weights, or masked ones if masks are applied already."""
         own = {clean_name(name) for name in module.state_dict()}
-        applied = trainer.state.fn != "fit"  # in fit the masks are put back, and the values that they hide are kept
+        # in fit the masks are applied again, and the values that they hide are kept
+        applied = trainer.state.fn != "fit"
         state = checkpoint["state_dict"]
         if any(_is_masked(name, state) and name.removesuffix("_mask") in own for name in state):
             state = dict(_without_masks(state, own, applied))
@@ -445,7 +446,7 @@ def _is_masked(name: str, state: Mapping[str, Any]) -> bool:
 def _without_masks(
     state: Mapping[str, Any], names: set[str] | None = None, applied: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a state dict with plain weights in the place of masked ones.
+    """Yield the entries of a state dict with plain weights in place of masked ones.
 
     Args:
         state: tensors, or stored ones.
@@ -467,7 +468,7 @@ def _without_masks(
 
 
 def _refresh(part: nn.Module) -> None:
-    """Compute a module's masked weights again: torch does so only in a forward, and a step has changed them since."""
+    """Compute a module's masked weights again, since a step has changed them and torch does so only in a forward."""
     for hook in part._forward_pre_hooks.values():
         if isinstance(hook, torch_prune.BasePruningMethod):
             name = str(hook._tensor_name)
@@ -478,7 +479,7 @@ def _refresh(part: nn.Module) -> None:
 def _plain_copy(part: nn.Module) -> nn.Module:
     """Return a copy of a module on the CPU, without masks."""
     hidden = {
-        name: part.__dict__.pop(name)  # a tensor with a graph behind it cannot be copied
+        name: part.__dict__.pop(name)  # taken out, since a tensor that has a graph cannot be copied
         for name in [key.removesuffix("_orig") for key in part._parameters if key.endswith("_orig")]
         if name in part.__dict__
     }

@@ -1,4 +1,4 @@
-"""Quantization-aware training: a model learns with the rounding that it will have when its weights are small."""
+"""Quantization-aware training: a model trains with the rounding that it will have after quantization."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _converted: WeakSet[nn.Module] = WeakSet()
 class QuantizationAwareTraining(Callback):
     """Train linear layers with torchao's fake quantization, and quantize them when training ends.
 
-    Before the optimizer is made, each layer is exchanged for one that rounds weights and activations as the quantized
-    layer will, and computes in the precision of the run. Parameters keep their objects and names: checkpoints hold
+    Before the optimizer is made, each layer is replaced by one that rounds weights and activations as the quantized
+    layer will, but computes in the precision of the run. Parameters keep their objects and names: checkpoints hold
     plain weights, a run resumes bit for bit, and every strategy trains them.
 
     Args:
@@ -106,7 +106,7 @@ class QuantizationAwareTraining(Callback):
     # ---- the module
 
     def prepare(self, module: M) -> M:
-        """Replace layers by ones with fake quantization, in place; a layer that has it already stays.
+        """Replace layers by layers with fake quantization, in place; a layer that has it already stays.
 
         Raises:
             SettingError: no layer is quantized, or one cannot be.
@@ -139,7 +139,7 @@ class QuantizationAwareTraining(Callback):
         return module
 
     def convert(self, module: M) -> M:
-        """Quantize layers in place that were trained with fake quantization, or loaded from such a checkpoint.
+        """Quantize layers in place that were trained with fake quantization, also in an earlier run.
 
         Returns:
             The module. Its layers hold torchao's tensors, which instep's checkpoints do not: save it by `torch.save`.
@@ -195,7 +195,7 @@ def _is_fake(layer: nn.Module) -> bool:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Keep random generators and training modes unchanged while torchao makes layers anew."""
+    """Keep random generators and training modes unchanged while torchao makes new layers."""
     training = {name: part.training for name, part in module.named_modules()}
     with isolate_rng():
         yield

@@ -16,16 +16,16 @@ from instep.utils.imports import require
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
 
-_NAME = "checkpoint"  # name of the folder within Ray's checkpoint
+_NAME = "checkpoint"  # name of the folder inside Ray's checkpoint
 
 
 class RayReport(Reporting):
     """Report metrics, and a checkpoint with them, to Ray Tune or Ray Train after each validation.
 
-    Where fit does not validate, it reports at the end of each epoch. In a Tune trial the main process reports; in a
-    Train worker every rank does, as Ray asks for, and the main process brings the checkpoint. A scheduler that ends
-    the trial does so at the report. Ray keeps the checkpoints by its own `CheckpointConfig`; a trial that it starts
-    again goes on from `RayReport.ckpt_path()`.
+    If fit does not validate, it reports at the end of each epoch. In a Tune trial the main process reports. In a Train
+    worker every rank reports, as Ray requires, and the main process adds the checkpoint. A scheduler may end the trial
+    at a report. Ray keeps checkpoints by its own `CheckpointConfig`; pass `ckpt_path=RayReport.ckpt_path()` so that a
+    trial that Ray starts again resumes.
 
     Args:
         metrics: the logged metrics to report: a name, several, or a mapping from Ray's names to them; None: all.

@@ -1,4 +1,4 @@
-"""Look whether replicas of the model still are the same."""
+"""Check whether the replicas of a model are still equal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class ReplicaCheck(Callback):
-    """Compare the parameters of all ranks that hold the same ones, and name the ranks whose differ.
+    """Compare the parameters that several ranks hold, and name the ranks whose parameters differ.
 
     Replicas drift apart when a rank skips an update, when memory or a device is faulty, or when a program changes
-    weights on one rank only. The losses show it late or never. Each look hashes all parameters that this rank
-    has, on a CPU several GB in a second. Of shards, those that several ranks hold are compared.
+    weights on one rank only. The losses show such a difference late or never. Each check hashes all parameters of this
+    rank, on a CPU several GB in a second. Shards are compared if several ranks hold the same shard.
 
     Args:
         every_n_steps: optimizer steps between two looks; the end of training is one too.

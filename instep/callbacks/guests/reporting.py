@@ -1,4 +1,4 @@
-"""Base of callbacks that report a run's metrics to a search of another package."""
+"""Base of callbacks that report a run's metrics to a hyperparameter search of another package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Reporting(Callback):
-    """Callback that reports after each validation of fit, or at the end of each epoch where fit does not validate."""
+    """Callback that reports after each validation of fit, or at the end of each epoch if fit does not validate."""
 
     runs_last = True
 
@@ -30,7 +30,7 @@ class Reporting(Callback):
         raise NotImplementedError
 
     def _check_logged(self, trainer: Trainer, field: str, names: Iterable[str]) -> None:
-        """Raise a SettingError for a name under which nothing was logged.
+        """Raise a SettingError for a name that was never logged.
 
         Args:
             trainer: with the metrics.

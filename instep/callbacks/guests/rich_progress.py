@@ -1,4 +1,4 @@
-"""Rich's own progress bars in the place of the live view: its columns and styles, fed with the same counters."""
+"""Rich's own progress bars in place of the live view: rich's columns and styles, with the same counters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instep.utils.checks import Check, is_number, wrong
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_MOST_PER_S = 10.0  # redraws, each of which makes the training wait for a millisecond or two
+_MOST_PER_S = 10.0  # redraws in a second; during each one the training waits for a millisecond or two
 _RATE = Check(lambda value: is_number(value) and value >= 0, "redraws per second of at least 0, which shows nothing")
 
 
@@ -114,8 +114,8 @@ class _Bars(View):
 class RichProgressBar(LiveProgressBar):
     """A progress bar of rich's columns, with Lightning's look.
 
-    It works as `LiveProgressBar` does: a thread draws it from counters, and a training step pays nothing for it. So
-    `get_metrics` is called when it is drawn, and not at every batch.
+    It works as `LiveProgressBar` does: a thread draws the bar from counters, at no cost to a training step. So
+    `get_metrics` is called when the bar is drawn, and not at every batch.
 
     Args:
         refresh_rate: redraws per second, of which at most 10 are made; 0 shows nothing.
@@ -200,7 +200,7 @@ class RichProgressBar(LiveProgressBar):
         return ProgressBar.get_metrics(self, trainer, module)
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Return rich's columns; override to choose others. The metrics stand behind them."""
+        """Return rich's columns; override to choose others. The metrics follow these columns."""
         return [
             TextColumn("[progress.description]{task.description}"),
             BarColumn(
@@ -220,17 +220,17 @@ class RichProgressBar(LiveProgressBar):
         texts = [f"{name}: {_formatted(value, self.theme.metrics_format)}" for name, value in self._metrics.items()]
         return self.theme.metrics_text_delimiter.join(texts)
 
-    # ---- bars of the stages: made at their start, and set by the thread and at their end
+    # ---- bars of the stages: made when the stage starts; set by the thread, and when the stage ends
 
     def _open(self, trainer: Trainer, module: TrainModule) -> None:
         self._tasks, self._metrics = {}, {}
         metrics = _Texts(self.theme.metrics, self._metrics_text)
-        # It is never started: the live view's screen draws what it renders. So its console is not used.
+        # The live view's screen draws this progress, which is never started. So its own console is not used.
         self.progress = Progress(*self.configure_columns(trainer), metrics, console=Console(file=io.StringIO()))
         super()._open(trainer, module)
 
     def _begin(self, stage: str, text: str, batches: int | float) -> None:
-        """Show a stage's bar from its start; a bar that exists begins again."""
+        """Show a stage's bar from its start; a bar that exists starts again from zero."""
         if self.progress is None or self._thread is None:
             return
         text = f"[{self.theme.description}]{text}" if self.theme.description else text
@@ -266,7 +266,8 @@ class RichProgressBar(LiveProgressBar):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         stage = "sanity" if trainer.sanity_checking else "validate"
-        done, total = trainer.progress.eval_batch, trainer.progress.eval_total  # the counts of the last loader
+        # the counters are those of the last loader
+        done, total = trainer.progress.eval_batch, trainer.progress.eval_total
         self._set(stage, done, total=total, visible=self._run == "validate")
         super().on_validation_end(trainer, module)
 

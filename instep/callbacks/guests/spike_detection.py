@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 
 class _Batch(NamedTuple):
-    """One batch whose loss is not judged yet, since it is still on the device."""
+    """A batch whose loss was not compared yet, since the loss is still on the device."""
 
     number: int
     step: int
-    loss: Tensor | None  # None if the rank replayed or skipped the batch
+    loss: Tensor | None  # None if the rank repeated or skipped the batch
 
 
 class SpikeDetection(Callback):
     """Stop training on all ranks when the loss of a batch jumps, with an error that names batches and samples.
 
     Each rank's loss is compared with the running mean of the last `window` batches, over all ranks. A batch is a spike
-    where its loss on any rank is worse than the last mean, and away from the running mean by both `atol` and `rtol`.
-    That batch and the one before it (whose update may be the cause) are written to a file, and no checkpoint is saved
-    after them.
+    if its loss on any rank is worse than the last mean, and differs from the running mean by more than `atol` and
+    `rtol`. That batch and the one before it (whose update may be the cause) are written to a file, and no checkpoint is
+    saved after them.
 
-    Losses are judged in their order whenever that does not wait: on one CPU at each batch, elsewhere every
-    `log_every_n_steps` steps, then for the steps up to the time before, and always before a save, and at an epoch's
-    end. So the run may stop later than the spike, but always with the same batches.
+    Losses are compared in order, when no wait for the device is needed: on one CPU at each batch. Elsewhere every
+    `log_every_n_steps` steps, the losses up to the previous such step are compared. All losses are compared before a
+    save and at the end of an epoch. So the run may stop later than the spike, but always names the same batches.
 
-    With `Trainer(nonfinite=...)` a loss that is nan or inf is that guard's, and nothing here.
+    With `Trainer(nonfinite=...)`, that setting handles a loss that is nan or inf, and this callback ignores it.
 
     Args:
         mode: "min" where a lower loss is better, "max" where a higher is.
@@ -89,14 +89,14 @@ class SpikeDetection(Callback):
         self._means: deque[float] = deque(maxlen=window)
         self._judged = 0
         self._waiting: list[_Batch] = []
-        self._older = 0  # batches that were waiting at the last look
+        self._older = 0  # batches that were already waiting at the last comparison
         self._last_look = 0
         self._at_once = False
         self._every = 50
         self._error: TrainingSpikeError | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running means and the number of judged batches; `before_save` has judged all."""
+        """Return the running means and the number of compared batches; `before_save` has compared all batches."""
         return {"means": list(self._means), "judged": self._judged}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ class SpikeDetection(Callback):
         if self._at_once:
             self._judge(trainer, _Batch(batch_idx, step, None), [None if loss is None else loss.item()])
             return
-        # A copy: a captured graph writes its next loss into the same place.
+        # Copied, since a CUDA graph writes its next loss into the same memory.
         kept = None if loss is None or replayed else loss.detach().clone()
         self._waiting.append(_Batch(batch_idx, step, kept))
         if step % self._every == 0 and step != self._last_look:
@@ -134,15 +134,15 @@ class SpikeDetection(Callback):
         try:
             self._judge_waiting(trainer, len(self._waiting))
         except TrainingSpikeError as error:
-            # ModelCheckpoint(on_error="warn") would take the error for a failed save: it is raised again later.
+            # ModelCheckpoint(on_error="warn") would treat this error as a failed save, so it is raised again later.
             self._error = error
             raise
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._judge_waiting(trainer, len(self._waiting))  # the next epoch has other samples
+        self._judge_waiting(trainer, len(self._waiting))  # compare all now, since the next epoch has other samples
 
     def _judge_waiting(self, trainer: Trainer, count: int) -> None:
-        """Judge the first `count` batches that wait. Collective."""
+        """Compare the first `count` batches that wait. Collective."""
         if self._error is not None:
             raise self._error
         batches, self._waiting, self._older = self._waiting[:count], self._waiting[count:], 0

@@ -1,4 +1,4 @@
-"""`StochasticWeightAveraging`: the weights averaged at the ends of the last epochs, under a learning rate for it."""
+"""`StochasticWeightAveraging`: an average of the weights at the ends of the last epochs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class StochasticWeightAveraging(WeightAveraging):
     """Average the weights at the end of each epoch from `swa_epoch_start` on; the learning rate goes to `swa_lrs`.
 
     From that epoch on torch's `SWALR` takes the place of the run's learning-rate scheduler. When fit ends, the module
-    gets the average, and its BatchNorm layers get statistics of it, by one more pass over the training data. For
-    anything else see `WeightAveraging`; by default validation and checkpoints have the trained weights.
+    gets the average. One more pass over the training data then computes the statistics of its BatchNorm layers. By
+    default validation and checkpoints use the trained weights. For other averages see `WeightAveraging`.
 
     Args:
         swa_lrs: the learning rate of averaged epochs: one, or one for each parameter group.
@@ -98,7 +98,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self._scheduled = False  # an earlier run may have set it; a checkpoint's state is loaded after this
+            self._scheduled = False  # reset, since an earlier run may have set it; a checkpoint's state is loaded later
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         name = type(self).__name__
@@ -146,7 +146,8 @@ class StochasticWeightAveraging(WeightAveraging):
             )
         super().on_fit_start(trainer, module)
         self._fresh = False
-        if self._scheduled:  # the checkpoint's run had scheduled it; its state is loaded after this
+        # the run of the checkpoint had switched to the SWALR schedule; the schedule's state is loaded later
+        if self._scheduled:
             self._schedule(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -188,7 +189,7 @@ class StochasticWeightAveraging(WeightAveraging):
         super().on_train_end(trainer, module)
 
     def _refresh_batchnorm(self, trainer: Trainer, module: TrainModule) -> None:
-        """Give the average's BatchNorm layers their own statistics. Collective."""
+        """Compute the BatchNorm statistics of the averaged weights. Collective."""
         if not self._has_batchnorm or self._fresh or not self.n_averaged:
             return
         self._swap_models(trainer)
@@ -214,10 +215,10 @@ class _SWALR(SWALR):
 
 
 def update_batchnorm(trainer: Trainer, module: TrainModule) -> None:
-    """Compute the statistics of the module's BatchNorm layers anew, by one pass over the training data. Collective.
+    """Compute the statistics of the module's BatchNorm layers by one pass over the training data. Collective.
 
-    Each batch of each rank counts once; the statistics are the mean over batches, as `torch.optim.swa_utils.update_bn`
-    has it. Layers in eval mode are left alone.
+    Each batch of each rank counts once; the statistics are the mean over batches, as with
+    `torch.optim.swa_utils.update_bn`. Layers in eval mode are left alone.
     """
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
     statistics = [_BatchStatistics(layer) for layer in layers if layer.running_mean is not None]
@@ -240,8 +241,8 @@ def update_batchnorm(trainer: Trainer, module: TrainModule) -> None:
 class _BatchStatistics:
     """Sums of a BatchNorm layer's statistics over batches, taken after each of its forwards.
 
-    The layer is told to remember the last batch only, so that nothing matters that changes its buffers in between, as
-    DDP does before each forward.
+    The layer's momentum makes its buffers those of the last batch alone. So a change of the buffers between forwards,
+    as DDP makes, has no effect.
 
     Args:
         layer: with running statistics.
@@ -270,14 +271,14 @@ class _BatchStatistics:
             self._sums += torch.cat([mean, variance, mean.new_ones(1)])
 
     def close(self) -> None:
-        """Put the layer's own settings back."""
+        """Restore the layer's own settings."""
         self._handle.remove()
         self._layer.momentum = self._momentum
         for buffer, before in zip(self._layer.buffers(), self._before, strict=True):
             buffer.copy_(before)
 
     def write(self, copies: int) -> None:
-        """Give the layer the mean over all ranks' batches. Collective.
+        """Set the layer's statistics to the mean over all ranks' batches. Collective.
 
         Args:
             copies: ranks that read the same data.

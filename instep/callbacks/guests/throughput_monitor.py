@@ -1,4 +1,4 @@
-"""Log how much a run does in a second: batches, samples, tokens, floating-point operations and MFU."""
+"""Log how much a run does per second: batches, samples, tokens, floating-point operations and MFU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVALUATIONS = ("validate", "test", "predict")
 
 
 class Totals(NamedTuple):
-    """Counts up to a moment: this rank's, or those of all ranks."""
+    """Counts up to a certain time, of this rank or of all ranks."""
 
     time_s: float = 0.0
     batches: int = 0
@@ -52,18 +52,18 @@ class ThroughputMonitor(Callback):
       processes): totals since the run began, in earlier processes too. The last two are logged as `samples` and
       `tokens` as well, for loggers with `x_axis="samples"` or `x_axis="tokens"`.
     - `device/batches_per_sec`, `device/samples_per_sec`, `device/items_per_sec`, `device/flops_per_sec`, `device/mfu`:
-      rates of this process over the last `window_size` batches, once there are so many.
-    - `batches_per_sec`, `samples_per_sec`, `items_per_sec`, `flops_per_sec`: of all processes together, where there are
-      several. They are added up over the ranks, not multiplied, and a replayed batch counts nothing.
+      rates of this process over the last `window_size` batches, from that many batches on.
+    - `batches_per_sec`, `samples_per_sec`, `items_per_sec`, `flops_per_sec`: rates of all processes together, if there
+      are several. They are sums over the ranks, and a batch that a rank repeats for the others does not count.
 
     Validation, test and prediction log the same without operations, once at their end, under `validate/`, `test/` and
-    `predict/`. Times are the host's clock: nothing waits for the device. A host that runs ahead of it does so at both
-    ends of the window.
+    `predict/`. Times are those of the host's clock, which never waits for the device. The host may run ahead of the
+    device, but by about as much at both ends of the window.
 
     Operations are the module's `flops_per_batch` (an attribute or property; of one process and one batch, forward and
-    backward) where it has one. Else those of the first training batch are counted by torch's formulas while it runs,
-    and scaled by samples; what activation checkpointing computes twice counts twice. A compiled module cannot be
-    counted: give it `flops_per_batch`.
+    backward) where it has one. Otherwise torch's formulas count the operations of the first training batch while it
+    runs, and later batches are scaled by their samples. Operations that activation checkpointing repeats count twice.
+    The operations of a compiled module cannot be counted: give it `flops_per_batch`.
 
     Args:
         batch_size_fn: number of samples of a batch. None: as the loop knows it.
@@ -167,7 +167,7 @@ class ThroughputMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         counts = not self._module_tells and not any(m._compiled_call_impl is not None for m in module.modules())
-        # Of this object, not of the class, and only where it is used: others have no call at every step.
+        # Set on this object, not on the class, so that other monitors have no call at every step.
         self.on_train_batch_start = self._count_flops if counts else None  # pyright: ignore[reportAttributeAccessIssue]
 
     def _count_flops(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
@@ -207,7 +207,7 @@ class ThroughputMonitor(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         counter, self._counter = self._counter, None
-        if counter is not None:  # the step raised an error while operations were counted
+        if counter is not None:  # the step raised an error while its operations were counted
             counter.__exit__(None, None, None)
 
     # ---- evaluation
@@ -232,7 +232,7 @@ class ThroughputMonitor(Callback):
         if done is None:
             return
         took_s = time.perf_counter() - done.time_s
-        self._clock += took_s  # evaluation is no time of training
+        self._clock += took_s  # the time of evaluation does not count as training
         stage = trainer.state.stage
         if self._every and stage in _EVALUATIONS and took_s > 0:
             mine = done._replace(time_s=took_s)
@@ -241,10 +241,10 @@ class ThroughputMonitor(Callback):
 
     on_test_end = on_predict_end = on_validation_end
 
-    # ---- both
+    # ---- used by training and evaluation
 
     def _size(self, trainer: Trainer, batch: Any) -> tuple[int, int]:
-        """Return the samples and items of a batch that count: none of one that is replayed to keep ranks in step."""
+        """Return the samples and items of a batch; none for a batch that is repeated because other ranks have more."""
         known = trainer.batch_weight
         if known == 0:
             return 0, 0
@@ -261,9 +261,9 @@ class ThroughputMonitor(Callback):
         return samples, 0 if self.length_fn is None else self.length_fn(batch)
 
     def _over_ranks(self, trainer: Trainer, part: Totals) -> tuple[Totals, Totals]:
-        """Add up the run's totals, and those of a part of it, over all ranks. Collective."""
+        """Add up the totals of the run, and of a part of it, over all ranks. Collective."""
         mine = self._mine
-        counts = trainer.strategy.contributes  # of several ranks that read the same data, only one counts
+        counts = trainer.strategy.contributes  # if several ranks read the same data, only one of them counts
         sums = torch.tensor(
             [*(mine[2:4] if counts else (0, 0)), mine.flops, *(part[2:4] if counts else (0, 0)), part.flops],
             dtype=torch.float64,

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from tqdm import tqdm as _tqdm
 
     from instep.callbacks.base import Trainer, TrainModule
-else:  # with ipywidgets, `tqdm.auto` draws the bar of a notebook as a widget
+else:  # `tqdm.auto` draws a notebook's bar with ipywidgets
     _tqdm = require("tqdm.auto" if find_spec("ipywidgets") else "tqdm", extra=None, purpose="TQDMProgressBar").tqdm
 
 _DIGITS = 5
-_ON_COLAB = 20  # fewest batches between two refreshes: a browser does not keep up with more
+_ON_COLAB = 20  # fewest batches between two refreshes, since a browser cannot show more
 
 
 class Tqdm(_tqdm):
@@ -35,7 +35,7 @@ class Tqdm(_tqdm):
 
     @staticmethod
     def format_num(n: float | str) -> str:
-        """Write a number, with zeros behind a float.
+        """Format a number; floats get trailing zeros.
 
         Example:
             >>> Tqdm.format_num(0.5), Tqdm.format_num(3), Tqdm.format_num("abc")
@@ -54,7 +54,7 @@ class Tqdm(_tqdm):
 
 
 def _bar(name: str, about: str) -> Any:
-    """Make a property for the tqdm bar of a stage; it can be set."""
+    """Make a property that holds the tqdm bar of a stage and can be set."""
 
     def get(self: TQDMProgressBar) -> Tqdm:
         bar = getattr(self, name)
@@ -73,9 +73,9 @@ class TQDMProgressBar(ProgressBar):
 
     Each stage has its bar, made by an `init_..._tqdm` that may be overridden: `train_progress_bar`, `val_progress_bar`
     (of the sanity check too), `test_progress_bar` and `predict_progress_bar`. A bar's counter is set every
-    `refresh_rate` batches, in the training's own thread. It is drawn with the metrics ten times a second at most, at
-    the last batch and before a validation: drawing takes longer than many a step. A `get_metrics` of a subclass is
-    called every `refresh_rate` batches.
+    `refresh_rate` batches, in the training's own thread. It is drawn with the metrics at most ten times a second, at
+    the last batch, and before a validation, since drawing may take longer than a step. If a subclass overrides
+    `get_metrics`, it is called every `refresh_rate` batches.
 
     Args:
         refresh_rate: batches between two updates; 0 shows nothing. The variable TQDM_MINITERS sets a least value.
@@ -178,11 +178,11 @@ class TQDMProgressBar(ProgressBar):
             **options,
         )
 
-    # ---- what moves them
+    # ---- updates of the bars
 
     def _begin(self, bar: Tqdm, total: int | float, description: str) -> None:
         bar.reset()
-        bar.total = total if math.isfinite(total) else None  # tqdm knows no infinity
+        bar.total = total if math.isfinite(total) else None  # tqdm does not accept infinity
         bar.initial = 0
         bar.set_description(description)
 
@@ -192,7 +192,7 @@ class TQDMProgressBar(ProgressBar):
     def _move(self, bar: Tqdm, done: int, metrics: Callable[[], dict[str, Any]] | None = None) -> None:
         """Set a bar's counter; draw the bar, with fresh metrics, when a refresh is due.
 
-        Metrics of a subclass are asked for each time, as its author may count on it.
+        An overridden `get_metrics` is called each time, since its author may rely on that.
         """
         if bar.disable:
             return
@@ -313,7 +313,7 @@ class TQDMProgressBar(ProgressBar):
         return [bar for bar in bars if bar is not None]
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Write above the bar that is shown; `print` where there is none."""
+        """Print above the bar that is shown; use `print` if no bar is shown."""
         bar = next((bar for bar in self._bars() if not bar.disable), None)
         if bar is None:
             super().print(*args, sep=sep, **kwargs)

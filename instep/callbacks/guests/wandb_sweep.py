@@ -1,4 +1,4 @@
-"""Reports to a Weights & Biases sweep: what it optimizes, and that a run may be started again."""
+"""Reports to a Weights & Biases sweep: the best value of a metric, and whether the sweep may restart the run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MODE = choice("min", "max")
 class WandbSweep(Callback):
     """Let a W&B sweep judge a run by the best value of a metric, and start it again after a preemption.
 
-    A sweep reads the run's summary, which holds the last value of a metric; here it holds the best one too, under
-    "val_loss.min": the sweep's configuration names that. A run that a signal has ended is marked as preempted, so that
-    the sweep gives it to the next agent; with a root of its own and `ckpt_path="auto"` it goes on there. `WandbLogger`
-    must be one of the Trainer's loggers.
+    A sweep reads the run's summary, which by default holds the last value of a metric. This callback adds the best
+    value, for instance as "val_loss.min"; use that name in the sweep's configuration. A run that a signal ends is
+    marked as preempted, so the sweep gives it to the next agent. With its own root folder and `ckpt_path="auto"`, the
+    run resumes there. `WandbLogger` must be one of the Trainer's loggers.
 
     Args:
         monitor: the logged metric.

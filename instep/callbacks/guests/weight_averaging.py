@@ -33,15 +33,15 @@ _DEVICE = (
 class WeightAveraging(Callback):
     """Keep an average of the weights, updated after optimizer steps or epochs, and use it in place of the trained ones.
 
-    The arithmetic is that of torch's `AveragedModel`. Each rank averages the part of the weights that it holds, so
-    every strategy that shards them works, and a step waits for no other rank. Override `should_update` to choose when
-    the average is updated; by default it is after every optimizer step, and all updates weigh the same. Until the first
+    The arithmetic is that of torch's `AveragedModel`. Each rank averages the part of the weights that it holds. So all
+    sharding strategies work, and a step waits for no other rank. Override `should_update` to choose when the average is
+    updated; by default this happens after every optimizer step, and all updates have the same weight. Before the first
     update the trained weights are used.
 
-    A checkpoint holds both: its plain weights, which everything that knows nothing of averages loads, and the others
-    beside them. A resumed run goes on from the trained weights and the average, bit for bit, on any number of ranks
-    and under any strategy. `load_from_checkpoint(path, which_weights="live")` and `instep merge-weights --weights live`
-    choose.
+    A checkpoint holds both: one set as its plain weights, which any program loads, and the other set beside them. A
+    resumed run continues with the trained weights and the average, bit for bit, on any number of ranks and under any
+    strategy. To choose a set, use `load_from_checkpoint(path, which_weights="live")` or `instep merge-weights --weights
+    live`.
 
     Weights of 16 bits are averaged in float32, in which small updates are not lost.
 
@@ -67,7 +67,7 @@ class WeightAveraging(Callback):
         (https://arxiv.org/abs/1803.05407), as built in `torch.optim.swa_utils`.
     """
 
-    runs_last = True  # the average includes what the module's own hooks have done to the weights
+    runs_last = True  # runs last, so that the average includes changes that the module's own hooks make
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class WeightAveraging(Callback):
         self.use_for = _uses(use_for)
         self._functions = given
         self._n_averaged = 0
-        # Averages by name; an entry that is not averaged is a copy of the last update.
+        # Averages by name; entries that are not averaged are copied at each update.
         self._averages: dict[str, Tensor] | None = None
         self._averaged: list[str] = []  # names of the entries that are averaged
         self._copied: list[str] = []  # names of the entries that are copied
@@ -194,7 +194,7 @@ class WeightAveraging(Callback):
             self._copy_average_to_current(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        # Other ranks may have ended, so nothing collective is called.
+        # After an error, other ranks may have ended, so call nothing collective.
         if self._in_validation and self._live is not None:
             self._in_validation = False
             _write(self._live, trainer.strategy.local_weights())
@@ -219,7 +219,7 @@ class WeightAveraging(Callback):
         checkpoint["plain_weights"] = "averaged" if "save" in self.use_for else "live"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how often, and when last, the average was updated; the average itself lies beside the weights."""
+        """Return how often, and when last, the average was updated; the checkpoint keeps the average separately."""
         return {
             "n_averaged": self.n_averaged,
             "latest_update_step": self._latest_update_step,
@@ -261,7 +261,8 @@ class WeightAveraging(Callback):
     def _update(self, strategy: Strategy) -> None:
         assert self._averages is not None
         held = strategy.local_weights()
-        for name in self._copied if self._n_averaged else self._averages:  # the first weights are their own average
+        # before the first update the weights themselves are the average
+        for name in self._copied if self._n_averaged else self._averages:
             self._averages[name].copy_(held[name])
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for name in self._averaged if self._n_averaged else ():
@@ -278,7 +279,7 @@ class WeightAveraging(Callback):
         if not self._functions:
             get_swa_multi_avg_fn()(averages, values, self._n_averaged)  # pyright: ignore[reportArgumentType]
             return
-        # Filled by a kernel on the device, without a copy from the host.
+        # A kernel on the device fills this tensor, so nothing is copied from the host.
         count = torch.full((), self._n_averaged, dtype=torch.long, device=device)
         if several := self._functions.get("multi_avg_fn"):
             several(averages, values, count)
@@ -311,13 +312,13 @@ class WeightAveraging(Callback):
         strategy.sync_local_weights()
 
     def _copy_average_to_current(self, trainer: Trainer) -> None:
-        """Leave the average in the module; keep the trained weights for a checkpoint at the fit's end. Collective."""
+        """Leave the average in the module; keep the trained weights for a checkpoint at the end of fit. Collective."""
         if self._live is None:
             self._swap_models(trainer)
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """`WeightAveraging` whose average is an exponential moving one: average = decay * average + (1 - decay) * weights.
+    """`WeightAveraging` with an exponential moving average: average = decay * average + (1 - decay) * weights.
 
     Args:
         device: as for `WeightAveraging`, like `use_buffers` and `use_for`.
@@ -366,7 +367,7 @@ class EMAWeightAveraging(WeightAveraging):
         super().__init__(device, use_buffers, use_for=use_for, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to update the average now, as the arguments of the constructor say."""
+        """Return whether to update the average now, by the arguments of the constructor."""
         if step_idx is not None:
             started = self.update_starting_at_step is None or step_idx >= self.update_starting_at_step
             every = self.update_every_n_steps
@@ -380,7 +381,7 @@ _START = or_none(at_least(0))
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, in float32 where it has fewer bits."""
+    """Return a tensor without its graph, in float32 if its dtype has fewer bits."""
     tensor = tensor.detach()
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < _FLOAT_BYTES else tensor
 
@@ -395,7 +396,7 @@ def _once(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _by_all_names(values: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return values under each of the names that their tensor has."""
+    """Return values under all names of their tensors."""
     first: dict[int, str] = {}
     return {name: values[first.setdefault(id(tensor), name)] for name, tensor in held.items()}
 

@@ -1,4 +1,4 @@
-"""Progress bars. The live view: `bar` reads the run in a thread, `view` draws it, `screen` puts it where it is seen."""
+"""Progress bars: `bar` reads the run in a thread, `view` lays out the live view, `screen` shows it."""
 
 from instep.callbacks.progress.bar import LiveProgressBar as LiveProgressBar
 from instep.callbacks.progress.progress_bar import ProgressBar as ProgressBar

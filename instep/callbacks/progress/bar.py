@@ -1,4 +1,4 @@
-"""The live view of a run: a thread of its own that reads counters, so that a training step pays nothing for it."""
+"""The live view of a run: a thread reads counters, so that a training step pays nothing for the view."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ from instep.utils.checks import above_zero
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_JOIN_S = 2.0  # a thread that is stuck in a stopped terminal is left behind
+_JOIN_S = 2.0  # seconds; a thread that is stuck in a stopped terminal is left running
 
 
 class LiveProgressBar(ProgressBar, default=True):
-    """Shows a run while it goes on: bars, speed, time left, metrics with their best value, memory, the loss's course.
+    """Shows a run while it goes on: bars, speed, time left, metrics with their best value, memory, the loss curve.
 
     There is no hook per step: a daemon thread reads `trainer.progress` and `trainer.progress_bar_metrics` 2.5 times a
     second and draws with rich, on the terminal that stderr or else stdout is connected to, or as HTML in the notebook's
-    cell. Where there is neither, it writes plain lines to stderr: one every few seconds and one per epoch. Only global
-    rank 0 shows anything. Metrics that are on a device are left out: reading them would make the training wait.
+    cell. If there is neither a terminal nor a notebook, it writes plain lines to stderr: one every few seconds and one
+    per epoch. Only global rank 0 shows anything. Metrics that are on a device are left out: reading them would make the
+    training wait.
 
-    Tokens per second and MFU come from a `ThroughputMonitor`, if there is one. The best value is kept of metrics that a
-    ModelCheckpoint or EarlyStopping monitors, and of those that begin with "val", "eval" or "dev".
+    Tokens per second and MFU come from a `ThroughputMonitor`, if there is one. The view shows the best value of metrics
+    that a ModelCheckpoint or EarlyStopping monitors, and of those that begin with "val", "eval" or "dev".
 
-    What the run prints meanwhile appears above the view. A failure of the view never reaches the training: it is shown
-    once on stderr and kept in `error`.
+    Lines that the run prints appear above the view. An error of the view never stops the training: it is shown once on
+    stderr and kept in `error`.
 
     Args:
         refreshes_per_s: redraws per second; each costs the training about a millisecond.
@@ -93,7 +94,7 @@ class LiveProgressBar(ProgressBar, default=True):
         self._started = (0.0, 0.0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no thread, and makes an event of its own when it starts one.
+        # A copy has no thread; it makes its own event when it starts one.
         own = ("_screen", "_thread", "_stopping")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
@@ -125,7 +126,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._close_epoch(trainer, module)
         self._train_start_s = time.monotonic()
-        self._train_first = trainer.progress.outer_batch  # not 0 in an epoch in whose middle a checkpoint was saved
+        self._train_first = trainer.progress.outer_batch  # not 0 if the run resumed in the middle of an epoch
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._guard(self._note_epoch, trainer)
@@ -173,7 +174,7 @@ class LiveProgressBar(ProgressBar, default=True):
         try:
             print(text, file=sys.__stderr__, flush=True)
         except (OSError, ValueError, AttributeError):
-            return  # there is no stderr to write to; the attribute `error` keeps it
+            return  # there is no stderr to write to; the attribute `error` keeps the error
 
     def _start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._thread is None and self.is_enabled and trainer.is_global_zero:
@@ -188,7 +189,7 @@ class LiveProgressBar(ProgressBar, default=True):
         self._started = (self._loop_start_s, _part_done(trainer) or 0.0)
         self._screen = open_screen(self._console_options)
         self._thread = threading.Thread(
-            # In this thread's context: a notebook's kernel tells by it which cell the output is for.
+            # The new thread runs in this thread's context, by which a notebook's kernel knows the cell of the output.
             target=contextvars.copy_context().run,
             args=(self._guard, self._watch, trainer, module, self._screen, self._stopping),
             name="instep-progress",
@@ -198,7 +199,7 @@ class LiveProgressBar(ProgressBar, default=True):
         atexit.register(self._stop)
 
     def _watch(self, trainer: Trainer, module: TrainModule, screen: Lines, stopping: threading.Event) -> None:
-        # Plain lines are rare, but the speed is read more often than it is shown.
+        # Plain lines are rare, but the speed must be read more often than it is shown.
         period_s = 1 / self.refreshes_per_s if screen.live else min(1.0, self.plain_every_s)
         shown_s = time.monotonic()
         try:
@@ -235,7 +236,7 @@ class LiveProgressBar(ProgressBar, default=True):
         loop = (stage, progress.epoch, progress.dataloader_idx)
         if loop != self._loop:
             if stage == "train" and (not self._loop or self._loop[0] != "train"):
-                # Back from validation: its time is not the training's speed.
+                # Training continues after validation, whose time must not count in the training's speed.
                 self._speed("train").pause()
             if stage != "train":
                 self._speeds.pop(stage, None)
@@ -270,14 +271,14 @@ class LiveProgressBar(ProgressBar, default=True):
         return Line(name, done, total, now_s - self._train_start_s, speed, note, end)
 
     def _time_left(self, trainer: Trainer, now_s: float) -> list[str]:
-        """Return the time to the run's end, validations included, where more than this epoch is left."""
+        """Return the time until the run's end, with validations, if more than this epoch is left."""
         done, (start_s, at_start) = _part_done(trainer), self._started
         if done is None or not at_start < done < 1 or trainer.max_epochs == 1:
             return []
         return [f"ETA {clock((now_s - start_s) * (1 - done) / (done - at_start))}"]
 
     def _read_curve(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Curve | None:
-        """Add the training loss to the curve: the one in the bar, else the one that was logged."""
+        """Add the training loss to the curve: the one in the bar, else the logged one."""
         found = _find_loss(metrics) or _find_loss(showable(trainer.logged_metrics))
         if found is not None:
             name, value = found
@@ -292,7 +293,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def _speed(self, stage: str) -> Speed:
         return self._speeds.setdefault(stage, Speed())
 
-    # ---- the line of a finished epoch: written at the next one's start, when its metrics are complete
+    # ---- the line of a finished epoch: written when the next epoch starts, since its metrics are then complete
 
     def _note_epoch(self, trainer: Trainer) -> None:
         if self._screen is not None and (self.leave or not self._screen.live):
@@ -327,7 +328,7 @@ def _best_so_far(trainer: Trainer) -> Best:
 
 
 def _part_done(trainer: Trainer) -> float | None:
-    """Return the finished part of the whole training, by steps or epochs; None if no end is known."""
+    """Return the fraction of the whole training that is done, by steps or epochs; None if no end is known."""
     parts = []
     if trainer.max_steps is not None and trainer.max_steps > 0:
         parts.append(trainer.global_step / trainer.max_steps)
@@ -357,7 +358,7 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
             else {}
         )
         tokens = sorted((name for name in items if name.endswith("items_per_sec")), key=lambda name: "device" in name)
-        # Sum over all processes, where there are several.
+        # Sum over all processes, if there are several.
         facts += [f"{amount(items[name])} tokens/s" for name in tokens[:1]]
         facts += [f"MFU {value:.1%}" for name, value in items.items() if name.endswith("mfu")]
     return facts
@@ -365,7 +366,7 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _memory(second: int) -> list[str]:
-    """Return this process's resident memory, and what torch holds on its GPU: counters of the host, without waiting.
+    """Return this process's resident memory, and torch's GPU memory; both are counters of the host, so nothing waits.
 
     Args:
         second: it is read anew when this has changed.

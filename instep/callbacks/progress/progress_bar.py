@@ -1,4 +1,4 @@
-"""The base class of progress bars: which batches there are, and what is shown of them. It draws nothing."""
+"""The base class of progress bars: it counts batches and chooses metrics, but draws nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ProgressBar(Callback):
     """The base class of progress bars; a Trainer has at most one.
 
-    A subclass draws in hooks of its own. `ProgressBar(...)` itself makes the default bar, a `LiveProgressBar` with its
-    arguments. That one is the base of a bar that only shows other metrics.
+    A subclass draws in hooks of its own. `ProgressBar(...)` itself makes the default bar, a `LiveProgressBar` with
+    these arguments. To show other metrics only, derive from `LiveProgressBar`.
 
     Example:
         >>> import sys
@@ -33,7 +33,7 @@ class ProgressBar(Callback):
     """The model summary that a Trainer with this bar shows by default: a name of `instep.callbacks`."""
 
     _default: ClassVar[type[ProgressBar] | None] = None  # class that `ProgressBar()` makes
-    # Of the class, for a subclass that does not call `__init__`.
+    # Set on the class, for a subclass that does not call `__init__`.
     _trainer: Trainer | None = None
     _current_eval_dataloader_idx: int | None = None
     _enabled = True
@@ -44,7 +44,7 @@ class ProgressBar(Callback):
             ProgressBar._default = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ProgressBar:
-        # As pathlib.Path() makes a PosixPath; Python goes on with that class's __init__ and these arguments.
+        # As pathlib.Path() makes a PosixPath; Python then calls the __init__ of that class with these arguments.
         kind: Any = ProgressBar._default if cls is ProgressBar and ProgressBar._default is not None else cls
         return super().__new__(kind)
 
@@ -62,7 +62,7 @@ class ProgressBar(Callback):
             raise UsageError(f"{type(self).__name__}.trainer is known once a run of the Trainer has begun")
         return self._trainer
 
-    # ---- what may be overridden
+    # ---- methods to override
 
     @property
     def sanity_check_description(self) -> str:
@@ -121,7 +121,7 @@ class ProgressBar(Callback):
         if not trainer.is_global_zero:
             self.disable()
 
-    # ---- counts; infinity where the data have no length
+    # ---- counts; infinity if the data have no length
 
     @property
     def total_train_batches(self) -> int | float:
@@ -169,7 +169,7 @@ class ProgressBar(Callback):
 
 
 def _version(trainer: Trainer) -> dict[str, int | str]:
-    """Return the loggers' versions as `v_num`; the last four letters of a text."""
+    """Return the loggers' versions as `v_num`; of a text, its last four letters."""
     versions = dict.fromkeys(logger.version for logger in trainer.loggers)
     if len(versions) == 1:
         version = next(iter(versions))

@@ -22,14 +22,14 @@ _PRE = (
 
 
 class Lines:
-    """Plain lines on stderr. Other screens use it for what cannot be drawn."""
+    """Plain lines on stderr. Other screens use these lines for what they cannot draw."""
 
     live = False
     """Whether what is shown moves."""
 
     def __init__(self) -> None:
         self._err = sys.stderr
-        # Held while drawing, so that a process that is forked meanwhile does not inherit rich's locks in use.
+        # Held while drawing, so that a process forked at that time does not inherit rich's locks in a locked state.
         self.lock = threading.Lock()
 
     def show(self, view: View) -> None:
@@ -44,11 +44,11 @@ class Lines:
         """Stop drawing; the last content stays on the screen."""
 
     def give_back_streams(self) -> None:
-        """Undo the redirection of stdout and stderr where the thread cannot: it is stuck, or in a forked process."""
+        """Undo the redirection of stdout and stderr if the thread cannot: it is stuck, or this is a fork."""
 
 
 class Terminal(Lines):
-    """A live display by rich on a terminal. What the run prints meanwhile appears above it.
+    """A live display by rich on a terminal. Lines that the run prints appear above it.
 
     Args:
         stream: the terminal.
@@ -58,7 +58,7 @@ class Terminal(Lines):
     live = True
 
     def __init__(self, stream: TextIO, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
-        from rich.console import Console  # slow to import, and only needed on a terminal
+        from rich.console import Console  # slow to import, so imported only for a terminal
         from rich.live import Live
 
         super().__init__()
@@ -67,7 +67,7 @@ class Terminal(Lines):
         self._live = Live(
             console=self._console,
             auto_refresh=False,
-            # Only what goes to a terminal may be drawn above the view: a redirected stream keeps its way.
+            # Redirect only streams that go to a terminal; a stream that goes to a file or pipe stays as it is.
             redirect_stdout=_is_terminal(self._out),
             redirect_stderr=_is_terminal(self._err),
         )
@@ -107,10 +107,10 @@ class Terminal(Lines):
 
 
 class Notebook(Lines):
-    """HTML in the output of a notebook's cell, drawn anew in its place.
+    """HTML in the output of a notebook's cell, which each new drawing replaces.
 
-    It works in a rank that `notebook_launcher` has forked too: the kernel takes what its forks send, as it takes what
-    they print.
+    It also works in a rank that `notebook_launcher` has forked, since the kernel accepts messages of its forks, as it
+    accepts their printed lines.
 
     Args:
         shell: IPython's, of a kernel.
@@ -119,12 +119,12 @@ class Notebook(Lines):
     live = True
 
     def __init__(self, shell: Any) -> None:
-        from IPython.display import display  # a notebook has loaded IPython already
+        from IPython.display import display  # a notebook has already loaded IPython
 
         super().__init__()
         if getattr(shell.display_pub, "session", None) is not None:
-            # The kernel's session refuses to send from a fork until a stream of the fork has been flushed, by which
-            # ipykernel says that its way out is safe there.
+            # The kernel's session refuses to send from a fork before a stream of the fork has been flushed; a flush
+            # tells ipykernel that sending is safe.
             shell.display_pub.session.pid = os.getpid()
         self._shown = {"text/plain": "", "text/html": ""}
         self._handle: Any = display(self._shown, raw=True, display_id=True)
@@ -138,7 +138,7 @@ class Notebook(Lines):
 
 def html(view: View, columns: int = _COLUMNS) -> str:
     """Draw a view as HTML, in the colors of the page that it is in."""
-    from rich.console import Console  # slow to import, and only needed where it is drawn
+    from rich.console import Console  # slow to import, so imported only when something is drawn
 
     console = Console(file=io.StringIO(), record=True, width=columns, color_system="truecolor", force_jupyter=False)
     console.print(view)
@@ -151,7 +151,7 @@ def open_screen(options: Mapping[str, Any] = _NO_OPTIONS) -> Lines:
     Args:
         options: of rich's console, where one is made; a `file` among them stands for stderr and stdout.
     """
-    # Not imported: where a notebook runs it is loaded.
+    # Looked up and not imported: in a notebook IPython is loaded.
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if getattr(shell, "kernel", None) is not None:
         return Notebook(shell)
@@ -161,7 +161,7 @@ def open_screen(options: Mapping[str, Any] = _NO_OPTIONS) -> Lines:
 
 
 class _Forks:
-    """Fork handlers for the screen that is drawn: a forked loader worker must not inherit a lock that is held."""
+    """Fork handlers for the screen that is drawn, since a forked loader worker must not inherit a locked lock."""
 
     def __init__(self) -> None:
         self.screen: Terminal | None = None

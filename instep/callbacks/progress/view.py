@@ -1,7 +1,7 @@
 """What the live view shows, and how it is drawn: as a rich text of any width, or as one plain line.
 
-A frame is one `rich.text.Text` with its layout made here: a table of rich's takes eight times as long (1.4 ms), and the
-training waits for the interpreter meanwhile.
+A frame is one `rich.text.Text`, laid out by this module. A table of rich would take eight times as long (1.4 ms), and
+while it is drawn, training waits for Python's interpreter lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _WINDOW = 40  # readings of the speed: sixteen seconds at 2.5 a second
 _POINTS = 64  # most points of a curve
-_BAR = (8, 40)  # columns of the shortest and the longest bar
+_BAR = (8, 40)  # columns of the shortest bar and of the longest bar
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STAGES = {"sanity": "Sanity check", "validate": "Validation", "test": "Test", "predict": "Predict"}
 
@@ -59,7 +59,7 @@ class Speed:
 
 
 class Curve:
-    """The course of a metric over the run, in at most 64 points, each the mean of equally many readings.
+    """The values of a metric over the run, in at most 64 points, each the mean of equally many readings.
 
     Example:
         >>> curve = Curve("loss")
@@ -154,7 +154,7 @@ class Line:
 
     @property
     def fraction(self) -> float | None:
-        """Part that is done, from 0 to 1; None where the total is unknown."""
+        """Part that is done, from 0 to 1; None if the total is unknown."""
         return min(1.0, self.done / self.total) if self.total else None
 
     @property
@@ -183,7 +183,7 @@ class Line:
 
 @dataclass
 class View:
-    """What is shown at a moment: the loops that run, outermost first, the metrics, and facts such as samples/s."""
+    """What is shown at one time: the loops that run, outermost first, the metrics, and facts such as samples/s."""
 
     lines: list[Line]
     metrics: Mapping[str, float | int | str] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class View:
 
     def draw(self, width: int, ascii_only: bool = False) -> Text:
         """Draw the view for a terminal of `width` columns."""
-        from rich.text import Text  # slow to import, and only needed where something is drawn
+        from rich.text import Text  # slow to import, so imported only when something is drawn
 
         text = Text(no_wrap=True, overflow="ellipsis", end="")
         for number, row in enumerate(self._rows(width, ascii_only)):
@@ -230,7 +230,7 @@ class View:
         yield from _flow([[_Span(fact, "bright_black")] for fact in (*notes, *below, *self.facts) if fact], width)
 
     def _tails(self, room: int) -> tuple[list[str], list[str]]:
-        """Return the texts to the right of each bar, and those that have no room there and go below."""
+        """Return the texts to the right of each bar, and the texts that have no room there and go below."""
         columns = {
             "count": [line.count.rjust(max(len(line.count) for line in self.lines)) for line in self.lines],
             "elapsed": [clock(line.elapsed_s) for line in self.lines],
@@ -281,7 +281,8 @@ def _flow(items: Iterable[list[_Span]], width: int) -> Iterable[list[_Span]]:
             yield row
             row, used = [], 0
         if row:
-            # In the next item's first span, or the last one of the same style: rich's time goes by spans.
+            # Add the separator to the next item's first span, or to the last span of the same style; rich's time
+            # depends on the number of spans.
             first = f"   {item[0].text}"
             if row[-1].style == item[0].style:
                 first = row.pop().text + first
@@ -297,7 +298,7 @@ def _flow(items: Iterable[list[_Span]], width: int) -> Iterable[list[_Span]]:
 
 
 def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -> str:
-    """Name a loop: epochs count from 1 here."""
+    """Name a loop, with epochs counted from 1."""
     if stage == "train":
         return f"Epoch {epoch + 1}/{max_epochs}" if max_epochs is not None and max_epochs > 0 else f"Epoch {epoch + 1}"
     name = _STAGES.get(stage, stage)
@@ -305,14 +306,14 @@ def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -
 
 
 def is_evaluated(name: str) -> bool:
-    """Return whether a metric is one of validation, by its name."""
+    """Return whether a metric comes from validation, by its name."""
     return _EVALUATED.match(name) is not None
 
 
 def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
     """Choose the metrics that can be read without waiting for a device: numbers, texts, one-element CPU tensors."""
     shown: dict[str, float | int | str] = {}
-    # A copy first: the training thread adds to the dict meanwhile.
+    # Copy first, since the training thread adds to the dict at the same time.
     for given, value in dict(metrics).items():
         name = clean(str(given), "")
         if isinstance(value, (float, int, str)):
@@ -323,7 +324,7 @@ def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
 
 
 def metric_text(metrics: Mapping[str, float | int | str], best: Mapping[str, float]) -> str:
-    """Write the metrics in one line; a best value is followed by (best)."""
+    """Format the metrics in one line; a best value is followed by (best)."""
     marks = {name: " (best)" for name, value in metrics.items() if best.get(name) == value}
     return "  ".join(f"{name}: {number(value)}{marks.get(name, '')}" for name, value in metrics.items())
 
