@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete_subcommand(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Complete sub-commands of a program that uses jsonargparse, whose own completion does not reach into them.
+    """Complete sub-commands of a program that uses jsonargparse, whose own completion does not cover them.
 
     Args:
         parsers: by the sub-command's name.

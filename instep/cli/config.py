@@ -303,7 +303,7 @@ def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
         if answer == none and (none or default == ""):
             return None
         if not answer:
-            continue  # the setting has no default, so it is asked again
+            continue  # the setting has no default, so ask again
         try:
             return check({name: answer}, {})[name]
         except SettingError as error:
@@ -339,7 +339,8 @@ def target(config: str | None) -> Path:
     config = config or os.environ.get(FILE_VARIABLE, "").strip()
     if config == NO_FILE:
         raise UsageError(f"{NO_FILE!r} means no config file: name one by --config FILE")
-    return Path(os.path.expanduser(config)) if config else default_file()  # no error where there is no home
+    # Path.expanduser would raise if there is no home folder
+    return Path(os.path.expanduser(config)) if config else default_file()
 
 
 def use(path: Path) -> str:
@@ -388,14 +389,14 @@ def split(path: str) -> tuple[str, str]:
 
 
 def laid_over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings over others, in the way in which a launch merges its sources."""
+    """Merge settings over others, in the same way as a launch merges its sources."""
     merged = dict(values)
     put(new, dict.fromkeys(new, "here"), merged, dict.fromkeys(merged, "there"))
     return merged
 
 
 def complete_setting(prefix: str, **_: Any) -> list[str]:
-    """List what a shell offers for NAME=VALUE."""
+    """List the completions of NAME=VALUE for a shell."""
     name, sign = prefix.partition("=")[:2]
     return [f"{name}={value}" for value in choices(name)] if sign else [f"{name}=" for name in NAMES]
 
@@ -409,7 +410,7 @@ def found() -> dict[str, Any]:
 
 
 def kinds() -> list[str]:
-    """Return the kinds of device that are here, the best first."""
+    """Return the kinds of device on this machine, the best first."""
     from instep.state import DEVICE_KINDS  # late: loads torch
 
     return [name for name, kind in DEVICE_KINDS.items() if kind.count()]

@@ -30,7 +30,7 @@ _PACKAGES = (
     "torch", "numpy", "safetensors", "rich", "tensorboard", "wandb", "deepspeed", "torchdata", "torchao", "torch_xla",
     "transformers", "ray", "mlflow", "lightning", "accelerate",
 )  # fmt: skip
-# Variables that steer a launch and its collectives, beside instep's own.
+# Variables, besides instep's own, that affect a launch and its collectives.
 _VARIABLES = re.compile(
     r"INSTEP_|NCCL_|GLOO_|TORCH_|TORCHELASTIC_|OMP_|MKL_NUM|CUDA_|SLURM_(JOB|STEP|PROC|N|LOCAL)|OMPI_COMM_WORLD_|PMI_"
     r"|PJRT_|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|MASTER_PORT)$"
@@ -108,7 +108,7 @@ def _devices() -> Iterator[dict[str, Any]]:
 
 
 def _main_memory() -> tuple[int | None, int | None]:
-    """Read the bytes of memory in all, and those that programs can get; None where the system does not say."""
+    """Read the total bytes of memory, and the bytes that programs can get; None if the system does not tell."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return tuple(int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))  # pyright: ignore

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if args.stands_in:
             run_as, is_module = ["instep.compat", args.stands_in, *["-m"] * args.module, *program], True
         spec = make_spec(launch, run_as, module=is_module, python=not args.no_python)
-        # On a cluster of Ray, or with a PATH of its own, the program is found elsewhere: it is not checked here.
+        # On a Ray cluster, or with its own PATH, the program is found elsewhere, so it is not checked here.
         if launch.settings.ray is None and not spec.env.keys() & {"PATH", "PYTHONPATH"}:
             check_program(program, module=args.module, python=not args.no_python)
     except SettingError as error:

@@ -1,12 +1,12 @@
-"""The `instep` command: finds the sub-command, and loads its file only.
+"""The `instep` command: finds the sub-command, and loads only its file.
 
 A sub-command is a file of its path (`instep checkpoint ls` is `instep/cli/checkpoint/ls.py`, `instep estimate-memory`
 is `instep/cli/estimate_memory.py`), or a class of a file that several share (`_SHARED`): `instep config show` is `Show`
 in `instep/cli/config.py`. Its docstring is its help, with examples at its end, after "Examples:", and exit codes of its
-own before that, after "Exit codes:". `arguments(parser)` adds its arguments; `run(args)` does it and returns the exit
-code. One that sets a default for `after` gets the words after `--` there. One with a `main(words)` gets all words
-first; where that returns None they are for the other two.
-What it needs of torch is imported in `run`, so that help and completion cost nothing.
+own before that, after "Exit codes:". `arguments(parser)` adds its arguments; `run(args)` runs the command and returns
+the exit code. A command that sets a default for `after` gets the words after `--` in `args.after`. If it has a
+`main(words)`, this gets all words first; if it returns None, `arguments` and `run` are used. `run` imports what needs
+torch, so that help and completion are fast.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _ALL_EXIT_CODES = (
     "  130  interrupted by Ctrl-C",
 )
 EXIT_USAGE = 2
-_WIDE = 50  # columns: a group with more commands than this has its text where they end
+_WIDE = 50  # columns; if the names of a group's commands take more, its text follows directly after them
 EXIT_INTERRUPTED = 130
 
 
@@ -111,12 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 all is well, 1 problems were found or it failed, 2 wrong arguments, or what a job ended with.
     """
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         _complete()
         return 0
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are not text
     for word in words:
         if (why := _unusable(word)) is not None:
             output.warn(f"the word {word[:80]!r} holds {why}, which no path or value may")
@@ -127,8 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _overview(words)
     try:
         code = _run(command, rest)
-        sys.stdout.flush()  # here, where a closed pipe is understood
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        sys.stdout.flush()  # flush here, where a closed pipe is handled
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (InstepError, OSError) as error:
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception:
-        if argv is None:  # the process ends with this error; its text may be a stranger's
+        if argv is None:  # the process ends with this error, whose text is not trusted
             sys.excepthook = lambda *error: sys.stderr.write(clean("".join(format_exception(*error))))
         raise
     return code
@@ -173,7 +173,7 @@ def load(command: Command) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that removes control characters of a terminal from its errors; argparse writes words as they are."""
+    """Parser that removes a terminal's control characters from its errors, since argparse prints words unchanged."""
 
     def error(self, message: str) -> NoReturn:
         super().error(clean(message))
@@ -195,10 +195,10 @@ def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30),
         add_help=False,
     )
-    # The option is hidden: whoever reads the help has found it.
+    # The option is hidden, since a reader of the help has already found it.
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     module.arguments(parser)
-    if parser.usage is None and parser.format_usage().count("\n") > 2:  # the options are listed below anyway
+    if parser.usage is None and parser.format_usage().count("\n") > 2:  # a usage this long repeats the options below it
         short = parser._get_formatter()
         short.add_usage(None, parser._get_positional_actions(), (), prefix="")
         parser.usage = short.format_help().strip().replace(parser.prog, f"{parser.prog} [OPTIONS]", 1)
@@ -220,7 +220,7 @@ def _run(command: Command, words: list[str]) -> int:
 
 
 def _complete() -> None:
-    """Tell the shell what may follow the words of COMP_LINE, and end the process."""
+    """Print the completions after the words of COMP_LINE for the shell, and end the process."""
     import argcomplete  # late: only a shell that completes pays for it
 
     from instep.cli.completion import words_before
@@ -231,7 +231,8 @@ def _complete() -> None:
     parser = argparse.ArgumentParser("instep")
     if command:
         module = load(command)
-        if hasattr(module, "main") and "." in word:  # --trainer.max_epochs: only a parser of its own knows it
+        # a word such as --trainer.max_epochs, which only the command's own parser knows
+        if hasattr(module, "main") and "." in word:
             module.main([*words[len(command) :], word])
         parser = make_parser(command, module)
     inner = {name[len(done)]: text for name, text in COMMANDS.items() if name[: len(done)] == done and name != done}
@@ -239,7 +240,7 @@ def _complete() -> None:
         names = parser.add_subparsers()
         for name, text in inner.items():
             names.add_parser(name, help=text if (*done, name) in COMMANDS else GROUPS.get(name))
-    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # the words that are still to parse start after these
+    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # the words that are still to be parsed start after these
     made_up = [option for option in parser._option_string_actions if option.endswith((".ARG", "+"))]
     argcomplete.autocomplete(parser, always_complete_options=False, exclude=made_up)
 
@@ -280,7 +281,7 @@ def _overview(words: Sequence[str]) -> int:
 
 
 def _top() -> dict[Command, str]:
-    """Return the first words of all commands: a group is one line, which names what may follow."""
+    """Return the first words of all commands; a group is one line, which lists the words after its name."""
     lines: dict[Command, str] = {}
     for first, *_ in COMMANDS:
         inner = "|".join(name[1] for name in COMMANDS if name[0] == first and len(name) > 1)

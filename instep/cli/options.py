@@ -1,7 +1,7 @@
 """The settings of a launch as options of a command.
 
-Each has its name with hyphens or underscores, and the names that other launchers' users know; those of other launchers
-that have no setting are refused with what takes their place.
+Each option has its own name, with hyphens or underscores, and the names that other launchers use. Options of other
+launchers that have no setting here are refused, and the error says what replaces them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _METAVARS = {
 
 
 class _Say(argparse.Action):
-    """Action that records a setting's value from the command line, with the option that named it."""
+    """Action that records a setting's value from the command line, with the option that gave it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         said = dict(namespace.said)
@@ -46,7 +46,7 @@ def add_settings(
     hidden: bool = False,
     instead: Mapping[str, str] | None = None,
 ) -> None:
-    """Add options for settings, and `--config`, to a command; `args.said` holds what was given, for `resolve`.
+    """Add options for settings, and `--config`, to a command; `args.said` holds the given values, for `resolve`.
 
     Args:
         parser: the command's.
@@ -54,7 +54,7 @@ def add_settings(
         hidden: leave them out of the help.
         instead: settings that are options of another name here.
     """
-    parser.allow_abbrev = False  # `--num` would be ambiguous, also where it is the program's own
+    parser.allow_abbrev = False  # `--num` would be ambiguous, even if it is an option of the program
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118)
     parser.error = _with_advice(parser.error, instead or {})  # pyright: ignore[reportAttributeAccessIssue]
     parser.set_defaults(said={})
@@ -67,7 +67,7 @@ def add_settings(
             _add(parser, f"no_{name}", argparse.SUPPRESS, const={name: False}, nargs=0)
         else:
             action = _add(parser, name, shown, metavar=_METAVARS.get(name, "N"))
-            if choices(name):  # values that the shell completes
+            if choices(name):  # values that the shell can complete
                 action.completer = lambda *_, name=name, **__: choices(name)  # pyright: ignore[reportAttributeAccessIssue]
         for other in (other for other, mine in OTHER_NAMES.items() if mine == name):
             kind = {"const": {name: True}, "nargs": 0} if name in SWITCHES else {}
@@ -87,7 +87,7 @@ def _add(parser: argparse.ArgumentParser, name: str, shown: str, **kind: Any) ->
 
 
 def complete_config(prefix: str, **_: Any) -> list[str]:
-    """List what a shell offers for `--config`: templates and files."""
+    """List the completions of `--config` for a shell: templates and files."""
     from argcomplete.completers import FilesCompleter  # late: only a shell that completes needs it
 
     from instep.config.file import templates

@@ -16,14 +16,15 @@ from instep.errors import UsageError
 from instep.utils.untrusted_files import clean
 
 _LONG_BITS = 256  # bits of the largest number that is written in full
-_FEW = 8  # elements of a tensor that are worth printing
+_FEW = 8  # most elements of a tensor that are printed
 
 
 def say(text: str = "", kept: str = "\n\t") -> None:
     """Print one line or several; control characters of a terminal are escaped, except those in `kept`."""
     encoding = sys.stdout.encoding or "utf-8"
     text = clean(text, kept)
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")  # half a surrogate is no text
+    # half of a surrogate pair is not valid text
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 
 def warn(text: str) -> None:
@@ -34,7 +35,7 @@ def warn(text: str) -> None:
 
 
 def confirm(what: str, question: str, otherwise: str, refusal: str, yes: bool = False) -> None:
-    """Ask the user for a yes.
+    """Ask the user to agree.
 
     Args:
         what: it is about, in whole lines.
@@ -136,10 +137,10 @@ def _leaf(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON: what JSON lacks becomes text, a large tensor its dtype and shape."""
+    """Convert a value to JSON: a value that JSON lacks becomes text, a large tensor its dtype and shape."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, int) and value.bit_length() > _LONG_BITS:  # Python writes no more than 4,300 digits
+    if isinstance(value, int) and value.bit_length() > _LONG_BITS:  # Python writes at most 4,300 digits
         return hex(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value

@@ -37,7 +37,7 @@ from instep.utils.private_files import is_own
 from instep.utils.redact import HIDDEN
 
 _FEW_SAMPLES = 8  # samples that the table names; --json has all
-# Options of the interpreter that name no code: -W may import a class, -X and the environment say where code lies.
+# Options of the interpreter that do not load code: -W may import a class, and -X and the environment may name code.
 _FLAGS = re.compile(r"-(?:[bBdEIOPqsSuv]+)")
 _VALUES = re.compile(
     r"-W(?:default|error|always|module|once|ignore)(?:::[A-Z]\w*)?"
@@ -52,7 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--command", metavar="TEXT", help="another program, with its arguments; or its words after --")
     parser.add_argument("--json", action="store_true", help="for programs; has all samples")
     parser.add_argument("--yes", action="store_true", help="run the program of a checkpoint that you did not save")
-    parser.set_defaults(after=[])  # the same as --command, as words after --
+    parser.set_defaults(after=[])  # gives the same as --command, as words after --
 
 
 def _count(text: str) -> int:
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) -> tuple[list[str], str, bool]:
-    """Find the arguments after the Python executable, the folder, and whether the program starts ranks itself."""
+    """Find the arguments after the Python executable, the folder, and whether the program starts its own ranks."""
     given = shlex.split(args.command) if args.command else args.after
     if given and Path(given[0]).name.startswith("python"):
         given = given[1:]
@@ -114,7 +114,7 @@ def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) ->
     how, own = _recorded(recorded, path)
     command, folder = given or how["arguments"], how.get("folder") or os.getcwd()
     if given and not own:
-        folder = os.getcwd()  # modules are looked for in it
+        folder = os.getcwd()  # Python searches this folder for modules
     if not Path(folder).is_dir():
         output.warn(f"{folder}, where the program ran, is gone: it is run in this folder")
         folder = os.getcwd()
@@ -172,7 +172,7 @@ def _script(command: list[str], path: Path, own: bool) -> str:
 
 
 def _check_place(command: list[str], script: str, folder: str, path: Path, own: bool) -> None:
-    """Refuse a program that lies beside the checkpoint that names it."""
+    """Raise if a program lies in the same place as the checkpoint that names it."""
     places = [path] if own else [path.parent.parent if path.parent.name == "checkpoints" else path.parent]
     start = Path(folder) / script if script else Path(folder)
     inside = [place for place in places if start.resolve().is_relative_to(place.resolve())]

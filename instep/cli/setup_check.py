@@ -1,6 +1,6 @@
-"""Checks of `instep test` in each rank, one after another, with their times, and bandwidths where these tell.
+"""The checks of `instep test` in each rank, one after another, with times and, if useful, bandwidths.
 
-Every rank runs every check, and all exchange what went wrong before the next one begins.
+Every rank runs every check; the ranks exchange their errors before the next check begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REPEATS = 5
 _TOLERANCE = {"32-true": 1e-5, "64-true": 1e-5}  # relative tolerance of an epoch's mean loss
 _TOLERANCE_OF_16_BITS = 5e-2
 
-_FEATURES, _HIDDEN = 64, 16384  # 1,081,345 parameters: enough bytes for a checkpoint's bandwidth
+_FEATURES, _HIDDEN = 64, 16384  # gives 1,081,345 parameters, enough bytes to measure a checkpoint's bandwidth
 BATCHES, _PER_RANK, EPOCHS = 4, 8, 3
 
 QUIET: dict[str, Any] = {
@@ -96,11 +96,11 @@ class Watch(Callback):
 
 
 def fit(state: PartialState, root: Path, watch: Watch, ckpt_path: Path | None = None) -> None:
-    """Train in the environment of this process, from a checkpoint where one is given. Collective."""
+    """Train in the environment of this process, from a checkpoint if one is given. Collective."""
     settings = {**QUIET, "default_root_dir": root, "callbacks": [watch]}
     world = state.num_processes
     trainer = Trainer(**settings, num_nodes=state.num_nodes, global_batch_size=_PER_RANK * world)
-    with contextlib.redirect_stdout(io.StringIO()):  # nobody is interested in how each fit ended
+    with contextlib.redirect_stdout(io.StringIO()):  # hides each fit's own output
         trainer.fit(Net(), DataLoader(_data(world), _PER_RANK * world), ckpt_path=ckpt_path)
 
 
@@ -150,7 +150,7 @@ def run(timeout_s: float, as_json: bool) -> int:
     Returns:
         The exit code: 1 where something is wrong.
     """
-    asked = Trainer(**QUIET, num_nodes=read_environment().num_nodes)  # this Trainer has what the environment asks for
+    asked = Trainer(**QUIET, num_nodes=read_environment().num_nodes)  # this Trainer has the settings of the environment
     state = PartialState(timeout=timedelta(seconds=timeout_s))
     results = list(_all_checks(state, asked))
     bad = [result for result in results if result.problems]
@@ -243,7 +243,7 @@ def _collectives(state: PartialState, device: torch.device) -> Iterator[Result]:
         return ""
 
     kind = f" ({device.type})"
-    share = (world - 1) / world  # share of the data that passes the connection of each rank, in the best algorithm
+    share = (world - 1) / world  # share of the data that goes over each rank's connection in the best algorithm
     yield _checked(state, f"all_reduce{kind}", all_reduce, 2 * share * size, 1 + _REPEATS)
     yield _checked(state, f"gather{kind}", gather, (world - 1) * size, 1 + _REPEATS)
     yield _checked(state, f"broadcast{kind}", broadcast, size, 1 + _REPEATS)
@@ -269,7 +269,7 @@ def _errors(state: PartialState) -> str:
 
 
 def _triggers(state: PartialState) -> str:
-    """Check that a trigger of the last rank before step 3 is seen by all ranks at step 4, and not again."""
+    """Check that a trigger of the last rank before step 3 is seen by all ranks at step 4, and only once."""
     triggers = Triggers(every=1)
     setter, seen = state.num_processes - 1, {}
     for step in range(1, 7):
@@ -300,7 +300,7 @@ def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
         def resume() -> str:
             fit(state, root, second, first.saved)
             last = first.losses[-1:]
-            found = second.losses[-1:]  # the hook during which it was saved is called once more
+            found = second.losses[-1:]  # the hook during which the checkpoint was saved runs again
             if second.first_step != BATCHES * (EPOCHS - 1):
                 return f"it went on from step {second.first_step}"
             return "" if found == last else f"loss {found} after the checkpoint, {last} without it"

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.print:
         sys.stdout.write(job.script())
         return 0
-    # Setup and chdir may change which program is found.
+    # Setup commands and chdir may change which program is found.
     if not (args.setup or any("chdir" in option for option in args.sbatch)):
         check_program((args.script,), module=args.module)
     answer = submit(job, args.test_only)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _word(name: str, said: tuple[Any, str]) -> str:
-    """Write an option of `instep launch` as its command line has it."""
+    """Format an option of `instep launch` for its command line."""
     value, option = said[0], name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"

@@ -1,8 +1,8 @@
-"""`TrainerCLI`: trains, validates, tests and predicts as a configuration and the command line say.
+"""`TrainerCLI`: trains, validates, tests and predicts by a configuration and the command line.
 
-Built on jsonargparse. Names and meaning are those that users of LightningCLI know. Settings come from, the first wins:
-the command line, `--config` files (the last one first), INSTEP_... variables, a checkpoint's hyperparameters, defaults.
-The configuration is saved in the run's folder before the first step.
+Built on jsonargparse. Names and meanings are those of LightningCLI. Settings come from these sources, of which the
+first counts: the command line, `--config` files (the last one first), INSTEP_... variables, a checkpoint's
+hyperparameters, defaults. The configuration is saved in the run's folder before the first step.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from instep.utils.warn import warn_user
 class SaveConfigCallback(Callback):
     """Callback that saves the configuration of a `TrainerCLI` as `config.yaml` in the run folder.
 
-    The file appears in one instant and is on the disk before the first step. A run that is resumed with another
-    configuration saves that as `config-1.yaml` and so on: nothing is overwritten. Without a run folder (no logger and
-    no checkpoints) the file goes into the Trainer's `default_root_dir`, as in Lightning.
+    The file appears whole, and is on the disk before the first step. A run that resumes with another configuration
+    saves this as `config-1.yaml` and so on, so nothing is overwritten. Without a run folder (no logger and no
+    checkpoints) the file goes into the Trainer's `default_root_dir`, as in Lightning.
 
     Args:
         parser: what the configuration was parsed with.
@@ -85,13 +85,13 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Save before the first step, so that a resume that was refused has saved nothing."""
+        """Save before the first step; a resume that was refused does not come this far, so it saves nothing."""
         self._save(trainer, module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def save_config(self, trainer: Any, module: Any, stage: str) -> None:
-        """Save the configuration elsewhere too: a subclass overrides this. Called on the main process only.
+        """Save the configuration in another place too; a subclass overrides this. Called on the main process only.
 
         Example:
             >>> class Logged(SaveConfigCallback):
@@ -120,7 +120,7 @@ class SaveConfigCallback(Callback):
                 f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in files of their own."
             )
         files, path, number = LocalFiles(), folder / self.config_filename, 0
-        folder.mkdir(parents=True, exist_ok=True)  # the folder is default_root_dir where there is no run folder
+        folder.mkdir(parents=True, exist_ok=True)  # the folder is default_root_dir if there is no run folder
         if self.overwrite and path.exists():
             files.replace(path, data)
             return
@@ -136,7 +136,7 @@ def _longest(value: Any) -> int:
     return max([len(entries), *map(_longest, entries)])
 
 
-register_unresolvable_import_paths(torch)  # torch's functions do not say which module they are found in
+register_unresolvable_import_paths(torch)  # torch's functions do not know their module
 
 ArgsType: TypeAlias = "Sequence[str] | Mapping[str, Any] | Namespace | None"
 _OF_METHODS = {"ckpt_path", "resume", "return_predictions", "verbose"}
@@ -146,9 +146,9 @@ _PLACE = ("accelerator", "devices", "num_nodes", "grace_period_s")
 class TrainerCLI:
     """A command line for Trainers, modules and data.
 
-    Making one parses the words, seeds, builds data, module and Trainer, and runs the command: `fit`, `validate`, `test`
-    or `predict`. The configuration is saved in the run folder. With `--trainer.devices 4` the program starts its ranks
-    itself, before a module is built in the process that only watches them.
+    Constructing it parses the words, seeds, builds data, module and Trainer, and runs the command: `fit`, `validate`,
+    `test` or `predict`. The configuration is saved in the run folder. With `--trainer.devices 4` the program starts its
+    ranks itself, before it builds a module, since the starting process only watches the ranks.
 
     Subclass it to change what happens: `add_arguments_to_parser` (arguments, links, defaults), `before_fit`,
     `after_fit` and their kin, `before_instantiate_classes`, `after_instantiate_classes`, `configure_optimizers`, or a
@@ -213,7 +213,7 @@ class TrainerCLI:
         self.load_from_checkpoint_support = load_from_checkpoint_support
 
         if is_worker():
-            report_failures()  # the user's constructors may fail too, and run before the Trainer is there
+            report_failures()  # set up now, since the user's constructors may fail too, before there is a Trainer
         words: Any = sys.argv[1:] if args is None else args
         self.setup_parser(run, dict(parser_kwargs or {}), words)
         import_named(words, str(self.parser.env_prefix))
@@ -230,7 +230,7 @@ class TrainerCLI:
         if self.subcommand is not None:
             self._run(self.subcommand)
 
-    # ---- to be overridden
+    # ---- methods to override
 
     def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
         """Add arguments, links (`parser.link_arguments`) and defaults (`parser.set_defaults`) to a command's parser."""
@@ -260,13 +260,13 @@ class TrainerCLI:
                     "--lr_scheduler_options.monitor, such as --lr_scheduler_options.monitor val_loss."
                 )
             return {"optimizer": optimizer, "lr_scheduler": config}
-        # Lightning's form, which its users unpack where they call this.
+        # Lightning's form, which users unpack when they call this method.
         plain = config == LRSchedulerOptions(interval="epoch").of(lr_scheduler)
         return [optimizer], [lr_scheduler if plain else config]
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the commands, which are methods of the Trainer, each with the arguments that the CLI passes itself."""
+        """Return the commands, which are methods of the Trainer, each with the arguments that the CLI itself passes."""
         evaluation = {"model", "dataloaders", "datamodule"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -287,7 +287,7 @@ class TrainerCLI:
         return parser
 
     def setup_parser(self, add_subcommands: bool, parser_kwargs: dict[str, Any], words: Any) -> None:
-        """Make the parser; with a command as the first word, of that command only."""
+        """Make the parser; if the first word is a command, only for that command."""
         commands = self.subcommands()
         own_kwargs = {name: parser_kwargs.pop(name, {}) for name in commands}
         if add_subcommands:
@@ -306,7 +306,7 @@ class TrainerCLI:
             parser = self.init_parser(**{"description": about, **own_kwargs[name]})
             self._add_arguments(parser)
             method = parser.add_method_arguments(cls, name, skip=set(commands[name]))
-            for other in _OF_METHODS.difference(method):  # one configuration serves all commands
+            for other in _OF_METHODS.difference(method):  # one configuration works for all commands
                 parser.add_argument(f"--{other}", type=Any, help=SUPPRESS)
             self._method_arguments[name] = method
             self._parsers[name] = parser
@@ -339,7 +339,7 @@ class TrainerCLI:
 
     def parse_arguments(self, parser: TrainerArgumentParser, args: Any) -> None:
         """Parse into `self.config`."""
-        if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow, and gets an answer before anything is parsed
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, and gets them before anything is parsed
             complete_subcommand(self._parsers)
         try:
             if isinstance(args, Mapping | Namespace):
@@ -350,14 +350,15 @@ class TrainerCLI:
             parser.error(f"a configuration file is no text: {error}")
 
     def _defaults_of_checkpoint(self, words: Any) -> None:
-        """Make the hyperparameters of the checkpoint of `--ckpt_path` the defaults of the module's arguments."""
+        """Use the hyperparameters of the checkpoint in `--ckpt_path` as defaults of the module's arguments."""
         ckpt_path = self._get(self.config, "ckpt_path") if self.subcommand else None
         if ckpt_path is None or ckpt_path in ("last", "best", "auto") or not self.load_from_checkpoint_support:
             return
         saved = _hyperparameters(ckpt_path)
         chosen = self._get(self.config, "model")
         path = chosen.get("class_path") if self.subclass_mode_model else saved.get(CLASS_PATH)
-        if CLASS_PATH not in saved or path != saved[CLASS_PATH] or len(saved) == 1:  # a class without arguments
+        # True for a class without arguments
+        if CLASS_PATH not in saved or path != saved[CLASS_PATH] or len(saved) == 1:
             return
         self._path_saved = saved[CLASS_PATH]
         values, stand_ins = described_arguments(_returned(self.model_class), saved)
@@ -368,7 +369,7 @@ class TrainerCLI:
             self._keep_from_parser(stand_ins)
 
     def _keep_from_parser(self, stand_ins: Mapping[str, StandIn]) -> None:
-        """Record which arguments of the module have texts of the checkpoint: these are built without the parser."""
+        """Record which arguments of the module have texts of the checkpoint; these are built without the parser."""
         plain = self._dumped()
         model = plain.pop("model")
         inner = "init_args." if "class_path" in model else ""
@@ -399,7 +400,7 @@ class TrainerCLI:
     # ---- building
 
     def _start_ranks(self) -> None:
-        """Become the agent of the ranks now, before a module is in memory, if the program starts them itself."""
+        """If the program starts its ranks itself, become their agent now, before a module is in memory."""
         if self.subcommand is None or self.trainer_class is not Trainer or is_worker():
             return
         given = self._get(self.config, "trainer")
@@ -430,7 +431,7 @@ class TrainerCLI:
         self.trainer.how_to_give_data = "give --data package.Class, or data: in a --config file"
 
     def _config_folders(self) -> list[Path]:
-        """List the folders of the `--config` files, the last one first: one may be a run's own."""
+        """List the folders of the `--config` files, the last one first, since one may be a run's own folder."""
         given = [*(self.config.get("config") or ())]
         if self.subcommand is not None:
             given += self._get(self.config, "config") or ()
@@ -460,7 +461,7 @@ class TrainerCLI:
         self, class_type: Any, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
     ) -> TrainModule:
         """Build the module with hyperparameters that equal the configured values."""
-        plain = self._dumped().get("model", {})  # a class without arguments has no part in it
+        plain = self._dumped().get("model", {})  # empty for a class without arguments, which has no entry
         values = {**plain.get("init_args", {}), **plain.get("dict_kwargs", {})} if "class_path" in plain else plain
         for target, value in applied_instantiation_links.items():
             own, _, name = target.removeprefix(f"{self.subcommand}.").partition(".")
@@ -469,11 +470,11 @@ class TrainerCLI:
                 place = values
                 for part in parts:
                     place = place.get(part) if isinstance(place, dict) else None
-                # `place` is a dict where the argument is itself an argument of an argument of the module.
+                # `place` is a dict if this is an argument of an object that is itself an argument of the module.
                 if isinstance(place, dict):
                     place[last] = value
         path = plain.get("class_path", f"{class_type.__module__}.{class_type.__qualname__}")
-        # A value that comes by a link wins.
+        # A value that comes from a link is kept.
         own = {name: value for name, value in self._of_checkpoint.items() if name not in kwargs}
         if own:
             kwargs |= configured_arguments(_returned(self.model_class), {CLASS_PATH: self._path_saved, **own})
@@ -481,7 +482,7 @@ class TrainerCLI:
             return class_type(*args, **kwargs)
 
     def _configure_optimizers_of(self, module: TrainModule) -> None:
-        """Set the configured optimizer on the module, if there is one; fit builds it when it asks."""
+        """Set the configured optimizer on the module, if there is one; fit builds it."""
         parser = self._parser()
         optimizers = [key for key, (_, link_to) in parser.optimizers.items() if link_to == AUTOMATIC]
         schedulers = [key for key, (_, link_to) in parser.lr_schedulers.items() if link_to == AUTOMATIC]
@@ -573,6 +574,6 @@ def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
     try:
         folder = find_checkpoint(ckpt_path)
         state = CheckpointStore(folder.parent).read(folder, verify=False).state("trainer")
-    except (CheckpointError, KeyError):  # fit or test will say what is wrong with the checkpoint
+    except (CheckpointError, KeyError):  # fit or test will report what is wrong with the checkpoint
         return {}
     return state.get("hyper_parameters", {})

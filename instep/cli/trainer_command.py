@@ -107,7 +107,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
             parser.print_help(sys.stderr)
             return EXIT_USAGE
         parser.parse_args(["--help"])
-    if os.getcwd() not in sys.path:  # as for `python -m`: the user's modules are in the current folder
+    if os.getcwd() not in sys.path:  # as with `python -m`, since the user's modules are in the current folder
         sys.path.insert(0, os.getcwd())
     words = dotted(words)
     from instep.cli.trainer_cli import TrainerCLI  # late: loads torch and jsonargparse
@@ -118,7 +118,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
     except (InstepError, OSError) as error:
         if not is_worker():
             raise
-        sys.excepthook(type(error), error, error.__traceback__)  # the agent says it once, with rank and host
+        sys.excepthook(type(error), error, error.__traceback__)  # the agent prints the error once, with rank and host
         return EXIT_FAILED
     return 0
 

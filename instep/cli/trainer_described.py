@@ -1,6 +1,6 @@
 """A checkpoint's hyperparameters as defaults of a parser that builds objects and reads texts as YAML.
 
-No text of the checkpoint reaches that parser: `described_arguments` has a stand-in for every text.
+No text of the checkpoint reaches that parser: `described_arguments` replaces every text by a stand-in.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class StandIn:
-    """Value for which a text in `described_arguments` stands.
+    """The value that a text in `described_arguments` replaces.
 
     Args:
         value: the checkpoint's.
@@ -50,7 +50,7 @@ class _Describing(Building):
 
     def __init__(self) -> None:
         self.stand_ins: dict[str, StandIn] = {}
-        # A random name, so that no text of the checkpoint contains the name of a stand-in.
+        # A random name, so that the checkpoint cannot contain the name of a stand-in.
         self._secret = uuid.uuid4().hex
 
     def _stand_in(self, value: Any, is_text: bool) -> str:
@@ -65,7 +65,7 @@ class _Describing(Building):
         return self._stand_in(value, is_text=False)
 
     def open(self, value: Any, key: str, owner: type) -> Any:
-        super().open(value, key, owner)  # the base class refuses what must not be opened
+        super().open(value, key, owner)  # the base class raises for values that must not be opened
         plain = value is None or isinstance(value, bool | int | float)
         return value if plain else self._stand_in(value, is_text=False)
 

@@ -1,4 +1,4 @@
-"""The parser of `TrainerCLI`: jsonargparse's, with what a Trainer, modules, optimizers and schedulers need."""
+"""The parser of `TrainerCLI`: jsonargparse's, extended for Trainers, modules, optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AUTOMATIC = "AUTOMATIC"
 ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, profilers, strategies)
 _FILES = (".yaml", ".yml", ".json")
 _LONG = 200
-# Lines of jsonargparse's errors that say nothing of the value.
+# Lines of jsonargparse's errors that do not help.
 _NOISE = re.compile(
     r"Does not validate against|Subtypes: |Errors:$|Given value|Expected an? (<class 'NoneType'>|path but)"
     r"|Not a valid subclass|Subclass types|- a (class path|dict)|class_path 'instep\.Callback'"
@@ -80,7 +80,7 @@ LRSchedulerTypeTuple = (LRScheduler,)
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Build an object from its class's path and arguments. It imports the path, so never give it a stranger's.
+    """Build an object from its class's path and arguments. It imports the path, so do not pass untrusted values.
 
     Args:
         args: its first argument, or a tuple of them, such as the parameters for an optimizer.
@@ -97,9 +97,9 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 
 
 def built(value: Any) -> Any:
-    """Build the object that `{"class_path": ..., "init_args": ...}` describes; an object is returned as it is.
+    """Build the object that `{"class_path": ..., "init_args": ...}` describes; return an object unchanged.
 
-    A class of instep's rooms may be named without its package.
+    Classes of instep may be named without their package.
     """
     if not isinstance(value, Mapping) or "class_path" not in value:
         return value
@@ -113,7 +113,7 @@ def built(value: Any) -> Any:
 
 
 def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
-    """Describe a class and its arguments as `instantiate_class` takes them."""
+    """Describe a class and its arguments in the form that `instantiate_class` accepts."""
     given = init_args.as_dict() if hasattr(init_args, "as_dict") else dict(init_args or {})
     return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": given}
 
@@ -135,9 +135,9 @@ def _named(init: Mapping[str, Any]) -> Any:
 
 
 class TrainerArgumentParser(ArgumentParser):
-    """jsonargparse's parser, which knows how Trainers, modules, data, optimizers and schedulers are configured.
+    """jsonargparse's parser, extended with the configuration of Trainers, modules, data, optimizers and schedulers.
 
-    Its errors are one message with the key, the value and what is allowed, said by the main process only.
+    An error is one message with the key, the value and what is allowed; only the main process prints it.
 
     Args:
         args: see `jsonargparse.ArgumentParser`.
@@ -191,7 +191,7 @@ class TrainerArgumentParser(ArgumentParser):
         if subclass_mode:
             self.add_subclass_arguments(cls, nested_key, fail_untyped=False, required=required)
             return [nested_key]
-        build = not issubclass(cls, Trainer)  # the Trainer is built separately, since its callbacks are no arguments
+        build = not issubclass(cls, Trainer)  # the Trainer is built separately, since its callbacks are not arguments
         return self.add_class_arguments(cls, nested_key, fail_untyped=False, instantiate=build, sub_configs=True)
 
     def add_lightning_class_args(self, lightning_class: Any, *args: Any, **kwargs: Any) -> list[str]:
@@ -245,7 +245,7 @@ class TrainerArgumentParser(ArgumentParser):
                 self.link_arguments(key, link_to, compute_fn=partial(_plain_class_path, cls))
 
     def leave_out(self, keys: list[str], texts: dict[str, str]) -> None:
-        """Do not dump some settings, which would be read as YAML, and put texts where their stand-ins are.
+        """Leave settings that would be read as YAML out of dumps, and replace stand-ins by their texts.
 
         Args:
             keys: the settings.
@@ -270,11 +270,11 @@ class TrainerArgumentParser(ArgumentParser):
                 return match[0]
             return json.dumps(text) if in_json else yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n")
 
-        # Replace all in one pass: a text that was put in is not searched for stand-ins again.
+        # Replace all in one pass, so that inserted text is not searched for stand-ins.
         return re.sub(r'"(\w+)"|(\w+)', put_in, super().dump(known, *args, **kwargs))
 
     def parse_env(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse variables; without links where that is a part of a command line, which may have a link's source."""
+        """Parse variables; without links if they are only part of a command line, which may have a link's source."""
         partial_result = kwargs.get("_skip_validation", False)
         links = self.__dict__.pop("_links_group", None) if partial_result else None
         try:
@@ -284,7 +284,7 @@ class TrainerArgumentParser(ArgumentParser):
                 self._links_group = links
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """Parse a regular file that is no larger than a configuration ever is."""
+        """Parse a regular file that is not larger than any real configuration."""
         try:
             read_text(Path(path))
         except SettingError as error:
@@ -292,7 +292,7 @@ class TrainerArgumentParser(ArgumentParser):
         return super().parse_path(path, *args, **kwargs)
 
     def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Any:
-        """Parse, and refuse a key that stands twice and more than a configuration may hold."""
+        """Parse; raise for a repeated key, and for more values than a configuration may have."""
         if self.parser_mode == "yaml":
             where = path or "the configuration"
             try:
@@ -304,7 +304,7 @@ class TrainerArgumentParser(ArgumentParser):
         return super().parse_string(content, path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print what is wrong and exit with 2; with `exit_on_error=False` raise as jsonargparse does."""
+        """Print the error and exit with 2; with `exit_on_error=False` raise as jsonargparse does."""
         if not self.exit_on_error:
             super().error(message, ex)
         if read_environment().rank == 0:
@@ -317,7 +317,7 @@ class TrainerArgumentParser(ArgumentParser):
 
 
 def _plain_class_path(cls: type, given: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(with_class_path(cls, given)))  # no tuples, which YAML does not know
+    return json.loads(json.dumps(with_class_path(cls, given)))  # removes tuples, which YAML lacks
 
 
 def explain(message: str, classes: Iterable[str] = (), known: Iterable[str] = ()) -> str:
@@ -392,7 +392,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
 def import_named(args: Any, env_prefix: str) -> None:
     """Import the callbacks, loggers, profilers and strategies that are named without their package.
 
-    jsonargparse finds a class by its bare name when it is imported, and importing all of them takes seconds.
+    jsonargparse finds a class by its bare name only if the class is imported, and importing all of them takes seconds.
 
     Args:
         args: words, whose configuration files are read too, or a configuration.
@@ -402,7 +402,8 @@ def import_named(args: Any, env_prefix: str) -> None:
     if not isinstance(args, Mapping) and not hasattr(args, "as_dict"):
         paths = [Path(word.partition("=")[2] if word.startswith("-") else word) for word in args]
         for path in paths:
-            with suppress(SettingError, ValueError):  # the parser reports these; ValueError: a NUL in a word
+            # the parser reports these; ValueError: a word holds a NUL character
+            with suppress(SettingError, ValueError):
                 texts += [read_text(path)] if path.suffix in _FILES and path.is_file() else []
     words = set(re.findall(r"\w+", " ".join(texts)))
     for room in ROOMS:

@@ -1,4 +1,4 @@
-"""Other packages' names, for scripts that were not ported yet."""
+"""Names of other packages, for scripts that are not ported yet."""
 
 from instep.compat import accelerate, fabric, lightning
 

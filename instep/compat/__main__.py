@@ -1,4 +1,4 @@
-"""Run a script with another package's names served by instep: python -m instep.compat accelerate script.py --lr 0.1."""
+"""Run a script with instep under another package's names: python -m instep.compat accelerate script.py --lr 0.1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 
 
 def main(words: list[str]) -> None:
-    """Put instep in the package's place, then run the script, or the module after -m, with its arguments."""
+    """Replace the package by instep, then run the script, or the module after -m, with its arguments."""
     package, *program = words or [""]
     if package not in ("accelerate", "fabric") or program in ([], ["-m"]):
         raise SystemExit("expected: python -m instep.compat accelerate|fabric SCRIPT, or accelerate|fabric -m MODULE")

@@ -1,8 +1,8 @@
-"""Accelerate's names for instep's classes, in place of the package `accelerate` in one program.
+"""Accelerate's names for instep's classes; they replace the package `accelerate` in one program.
 
-`instep launch --as accelerate script.py` puts them there, or `install()` before the first import of accelerate. Nothing
-is written to the disk, and an installed accelerate is not loaded. A name that instep has no counterpart for can be
-imported; using it is an error that says what to do.
+To install them, use `instep launch --as accelerate script.py`, or call `install()` before the first import of
+accelerate. Nothing is written to the disk, and an installed accelerate is not loaded. A name without a counterpart in
+instep can be imported; using it is an error that says what to do.
 
 Example:
     >>> from instep.compat.accelerate import Accelerator
@@ -17,7 +17,7 @@ from typing import Any
 
 from instep.compat.door import Door
 
-__path__: list[str] = []  # a package, whose modules `_door` makes
+__path__: list[str] = []  # marks a package, whose modules `_door` makes
 
 VERSION = "1.15.0"
 """The version of Accelerate whose names these are."""

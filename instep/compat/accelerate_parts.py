@@ -1,4 +1,4 @@
-"""What programs of Accelerate use and instep calls otherwise: `instep.compat.accelerate` looks here first."""
+"""Parts of Accelerate that instep has under other names; `instep.compat.accelerate` looks here first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from instep.utils.warn import warn_user
 
 
 class _Shared(type):
-    """Metaclass of a view of the state: it has Accelerate's class attribute `_shared_state`."""
+    """Metaclass of classes that show the state and have Accelerate's class attribute `_shared_state`."""
 
     forgotten = False
 
@@ -58,7 +58,7 @@ def _reset(reset_partial_state: bool = False) -> None:
 
 
 class PartialState(_PartialState, metaclass=_Shared):
-    """The process state; a second construction changes nothing."""
+    """The process state; constructing it again changes nothing."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ class _DrawnOrder(RandomSampler):
         return _Order(self, [epoch, cycle])
 
     def draw(self, place: list[int]) -> list[int]:
-        """Draw the order of an epoch, or repeat the one drawn for it."""
+        """Draw the order of an epoch, or return the order that was drawn for it before."""
         if self.drawn["place"] != place:
             seed = None if self._seed is None else self._seed + sum(place)
             generator = self._common or torch.Generator().manual_seed(_random_seed() if seed is None else seed)
@@ -141,7 +141,7 @@ class _DrawnOrder(RandomSampler):
 
 
 class _Order(Sequence[int]):
-    """An order that is drawn when its first sample is asked for, as torch's is: its length is known before."""
+    """An order that is drawn when its first sample is requested, as in torch; its length is known before."""
 
     def __init__(self, sampler: _DrawnOrder, place: list[int]) -> None:
         self._sampler, self._place = sampler, place
@@ -161,7 +161,7 @@ class _Order(Sequence[int]):
 
 
 class _Loader(AcceleratedLoader):
-    """A prepared loader that takes as many random numbers of the process as torch's does: dropout is alike then."""
+    """A prepared loader that draws as many random numbers of the process as torch's, so that dropout is the same."""
 
     attendance: Attendance
 
@@ -176,7 +176,7 @@ class _Loader(AcceleratedLoader):
     def _begin(self, batches: int | None) -> RestoredPlace | None:
         place = super()._begin(batches)
         if not self.source.first_batch and getattr(self.source.loader, "generator", None) is None:
-            _random_seed()  # torch draws a seed for a loader's workers, even if there are none
+            _random_seed()  # torch draws a seed for a loader's workers even if it has no workers
         return place
 
 
@@ -264,7 +264,7 @@ class DataLoaderConfiguration(ours.DataLoaderConfiguration):
 
 
 class TorchDynamoPlugin(ours.TorchDynamoPlugin):
-    """How models are compiled; None means that an option is not given."""
+    """How models are compiled; None means that an option was not given."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{name: value for name, value in options.items() if value is not None})
@@ -276,7 +276,8 @@ _Accelerator: Any = adapt(ours.Accelerator, __name__, "_Accelerator", "Accelerat
 class Accelerator(_Accelerator):
     """instep's Accelerator with Accelerate's arguments and attributes.
 
-    A scheduler steps as often as there are processes, since scripts of Accelerate count their steps so.
+    At each optimizer step a scheduler makes one step for each process, since scripts of Accelerate count their steps
+    so.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class Accelerator(_Accelerator):
             warn_user(
                 "rng_types beyond 'generator' and custom_classes have no effect: each rank draws numbers of its own"
             )
-        if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):  # scripts of peft give it so
+        if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):  # scripts of peft pass it in this way
             kwargs["project_config"] = kwargs.pop("project_dir")
         vars(asked).update(split_batches=kwargs.pop("split_batches", asked.split_batches))
         _Shared.forgotten = False
@@ -316,9 +317,9 @@ class Accelerator(_Accelerator):
         self.register_for_checkpointing(orders_of_the_data=self._prepared)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save a state at exactly `output_dir`, where programs look for it; a state that is there is replaced.
+        """Save a state at exactly `output_dir`, where programs look for it; replace an existing state.
 
-        Where the main process alone calls it, it saves by itself.
+        If only the main process calls this method, it saves alone.
         """
         if output_dir is None or "://" in str(output_dir):
             return super().save_state(output_dir, safe_serialization)
@@ -329,7 +330,7 @@ class Accelerator(_Accelerator):
         return on_rank_zero(lambda: take_name(saved, named), f"renaming {saved}")
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Add objects to the states, under names that are chosen as a model's."""
+        """Add objects to the states, under names that are chosen like a model's."""
         for one in objects:
             named[_free(type(one).__name__, {*self._states.registered, *named})] = one
         super().register_for_checkpointing(**named)
@@ -358,12 +359,12 @@ class Accelerator(_Accelerator):
     _dataloaders = _Accelerator.dataloaders
 
     def maybe_context_parallel(self, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing: sequences are cut by `instep.strategies.MeshStrategy(cp=)`."""
+        """Return a context that does nothing, since `instep.strategies.MeshStrategy(cp=)` splits sequences."""
         return nullcontext()
 
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective of the Accelerator so that each rank counts it before it enters."""
+    """Wrap a collective of the Accelerator so that each rank counts it before it starts."""
 
     @functools.wraps(method)
     def call(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -388,7 +389,7 @@ def _free(name: str, taken: Container[Any]) -> str:
 def find_executable_batch_size(
     function: Any = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[[], int] | None = None
 ) -> Any:
-    """Call a function with a smaller batch size while memory runs out: each time nine tenths of the last one."""
+    """Call a function with a smaller batch size while memory runs out: each time nine tenths of the last size."""
     smaller = reduce_batch_size_fn
     return ours.find_executable_batch_size(
         function, starting_batch_size, (lambda size: int(size * 0.9)) if smaller is None else lambda size: smaller()
@@ -404,17 +405,17 @@ def is_peft_model(model: nn.Module) -> bool:
 def set_module_tensor_to_device(
     *args: Any, non_blocking: bool = False, clear_cache: bool = True, **kwargs: Any
 ) -> None:
-    """Move a parameter or buffer to a device, or set its value there; the two named options have no effect."""
+    """Move a parameter or buffer to a device, or set its value there; two of the named options have no effect."""
     set_tensor(*args, **kwargs)
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return True: NCCL finds out itself."""
+    """Return True, since NCCL checks this itself."""
     return True
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Compare the version of an installed package, or a version, with another one."""
+    """Compare a version, or that of an installed package, with another version."""
     found = library_or_version
     version = parse(importlib.metadata.version(found)) if isinstance(found, str) else found
     return STR_OPERATION_TO_FUNC[operation](version, parse(requirement_version))

@@ -14,15 +14,15 @@ from instep.errors import DistributedError, UsageError
 from instep.state import PartialState
 from instep.state.rank_records import RankRecords
 
-_LIMIT_S = 1800.0  # the same limit as torch's own for a collective
+_LIMIT_S = 1800.0  # torch's default time-out of a collective
 _POLL_S = 0.01
 
 
 class Attendance:
-    """Record of which ranks come to a save.
+    """Record of which ranks take part in a save.
 
-    All ranks take the same batches and call the same collectives, and count these. So a rank that has counted further
-    than the main process had when it came to the save does not come to it.
+    All ranks take the same batches and call the same collectives, and count both. A rank whose count is higher than the
+    main process's count at its save does not take part in this save.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class Attendance:
         self._place = self._saves = 0
 
     def advance(self) -> None:
-        """Count a batch or a collective, before it."""
+        """Count a batch or a collective, before it starts."""
         self._place, self._saves = self._place + 1, 0
         if self._records is not None and self._rank:
-            with suppress(RuntimeError):  # the store has ended with the main process, which saves nothing any more
+            with suppress(RuntimeError):  # the main process, which hosts the store, has ended and will save nothing
                 self._records.write(self._place, f"{self._place} 0")
 
     def all_come(self) -> bool:
-        """Return whether all ranks come to the save that this rank has reached; the same on all that reach it.
+        """Return whether all ranks take part in the save that this rank has reached; the same on all that reach it.
 
         Raises:
             DistributedError: a rank neither comes nor goes on.
@@ -53,7 +53,7 @@ class Attendance:
             records.write(self._place, f"{self._place} {self._saves}")
         while time.monotonic() < deadline:
             found = {rank: tuple(map(int, text.split())) for rank, text in records.read(self._place, True).items()}
-            first = found.pop(0, (0, 0))  # answer of rank 0, and the number of the save that it is about
+            first = found.pop(0, (0, 0))  # answer of rank 0, and the number of the save to which it belongs
             if self._rank and first[1] >= self._saves:
                 return bool(first[0])
             here = (self._place, self._saves)
@@ -66,9 +66,9 @@ class Attendance:
 
 
 def save_alone(states: States, path: Path) -> Path:
-    """Save a state on the main process, which waits for nobody, as a run of one process would.
+    """Save a state on the main process without waiting for other ranks, as in a run of one process.
 
-    Random numbers of the other ranks are no part of it: a resumed run draws new ones for them.
+    The random states of the other ranks are not saved; a resumed run draws new random numbers on them.
 
     Raises:
         UsageError: the main process does not hold all of the state.
@@ -91,7 +91,7 @@ def save_alone(states: States, path: Path) -> Path:
 
 
 def take_name(saved: Path, named: Path) -> Path:
-    """Rename a state and return its path; if the name belongs to something else, the state keeps its own."""
+    """Rename a state and return its path; if something else has the name, the state keeps its own."""
     old = saved.with_name(f".deleting-{saved.name}")
     if (named / "manifest.json").exists():
         named.rename(old)

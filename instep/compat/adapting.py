@@ -1,6 +1,6 @@
-"""Adapt a class or function of instep to the arguments that another package's users give it.
+"""Adapt a class or function of instep to the arguments of another package.
 
-Which argument has which name is said by `instep.utils.porting`.
+The names of the arguments are in `instep.utils.porting`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Warn = Callable[[str, str], None]
 
 
 class _Adapted(type):
-    """Metaclass of an adapted class: objects of instep's own class are instances of it too."""
+    """Metaclass of an adapted class: objects of instep's original class are instances of the adapted class too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.__bases__) if "_adapts" in vars(cls) else super().__instancecheck__(instance)
 
 
 def adapt(thing: Any, module: str, name: str, leaf: str, warn: Warn) -> Any:
-    """Return the class or function with the arguments that the table lists for it; itself if there are none.
+    """Return a class or function that accepts the arguments in the table; if there are none, return it unchanged.
 
     Args:
         thing: a class or function of instep.
@@ -51,7 +51,7 @@ def adapt(thing: Any, module: str, name: str, leaf: str, warn: Warn) -> Any:
 
 
 def adapt_found(target: str, module: str, name: str, warn: Warn) -> Any:
-    """Return what `adapt` makes of an object, by its whole name in instep."""
+    """Return the result of `adapt` for an object, given by its full name in instep."""
     home, _, leaf = target.rpartition(".")
     return adapt(getattr(import_module(home), leaf), module, name, leaf, warn)
 

@@ -1,4 +1,4 @@
-"""The finder of modules that hold another package's names, and what puts them in the package's place."""
+"""The finder of modules with another package's names, and the code that replaces the package by them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instep.utils import porting
 
 @dataclass(eq=False)
 class NameFinder(MetaPathFinder, Loader):
-    """Finder that makes the modules of a package of names.
+    """Finder that makes the modules of a replaced package.
 
     Args:
         roots: what the modules are imported by -> the other package's name for it.
@@ -36,7 +36,7 @@ class NameFinder(MetaPathFinder, Loader):
     missing: Callable[[str], ImportError]
 
     def their_name(self, fullname: str) -> str | None:
-        """Return the other package's name for a module; None if the module is not one of these."""
+        """Return the other package's name for a module; None if the module has none."""
         for root, theirs in self.roots.items():
             if fullname == root or fullname.startswith(f"{root}."):
                 return theirs + fullname[len(root) :]
@@ -55,7 +55,7 @@ class NameFinder(MetaPathFinder, Loader):
 
 
 class Door(NameFinder):
-    """Finder that can take the place of a package in this process.
+    """Finder that can replace a package in this process.
 
     Args:
         home: instep's module of the names.
@@ -72,11 +72,11 @@ class Door(NameFinder):
         super().__init__({home: next(iter(roots.values()))}, self.find_name, has, self._no_module)
         self.home, self.package, self.version, self._taken, self._parts = home, package, version, dict(roots), parts
         self._found: dict[str, Any] = {}
-        sys.meta_path.append(self)  # modules below `home` are no files: only this finder answers for them
+        sys.meta_path.append(self)  # modules below `home` are not files, so only this finder finds them
 
     @property
     def installed(self) -> bool:
-        """Whether the door has taken the package's place."""
+        """Whether the package has been replaced."""
         return self.package in self.roots
 
     def install(self) -> None:
@@ -101,7 +101,7 @@ class Door(NameFinder):
         sys.meta_path.insert(0, self)
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
-        """Yield the distribution by which packages find out the version."""
+        """Yield the distribution in which other packages look up the version."""
         if self.installed and context.name == self.package:
             yield _Metadata(self.package, self.version)
 
@@ -118,7 +118,7 @@ class Door(NameFinder):
             made = self._make(whole)
             if made is None:
                 made = _Missing(name, (), {"advice": f"{whole}: {self._advice(whole)}."})
-                # A function of importlib, which runs `from ... import`.
+                # Only importlib's function for `from ... import` has this name.
                 is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
                 if not is_import:
                     raise AttributeError(made.advice)
@@ -126,7 +126,7 @@ class Door(NameFinder):
         return self._found[whole]
 
     def _make(self, whole: str) -> Any:
-        """Return the object that replaces a name, given by its whole name in the package; None if there is none."""
+        """Return the object that replaces a name, given by its full name in the package; None if there is none."""
         parent, _, name = whole.rpartition(".")
         ours = next((found[name] for found in map(vars, map(import_module, self._parts)) if name in found), None)
         target = porting.successor(porting.canonical(whole) or "") or porting.successor(f"{self.package}.{name}")
@@ -160,26 +160,26 @@ class _Metadata(Distribution):
 
 
 def defined(name: str) -> Any:
-    """Make a small value or function that scripts define themselves; None for an unknown name."""
+    """Make a small value or function that other packages define and instep lacks; None for an unknown name."""
     if name in tables.DEFINED:
         imports, value = tables.DEFINED[name]
         made: dict[str, Any] = {}
-        exec(f"{imports}\nvalue = {value}", made)  # the text is our own, and `migrate` writes it into scripts
+        exec(f"{imports}\nvalue = {value}", made)  # the text is instep's own; `migrate` writes it into scripts
         found = made["value"]
         return (lambda *args, **kwargs: found()) if name.endswith("_available") else found
     if name.startswith("is_") and name.endswith(("_available", "_version")):
-        return lambda *args, **kwargs: False  # instep has no part for this package or device
+        return lambda *args, **kwargs: False  # instep does not support this package or device
     if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):
-        return name.startswith("_TORCH_GREATER")  # instep needs a torch that is newer than those asked for
+        return name.startswith("_TORCH_GREATER")  # instep needs a newer torch than those in these names
     return None
 
 
 def silently(key: str, text: str) -> None:
-    """Do not warn: this program runs unchanged, and `instep migrate` would say these things."""
+    """Do not warn, since this program runs unchanged, and `instep migrate` reports these things."""
 
 
 class _Missing(type):
-    """Metaclass of what the package has and instep lacks: a class without instances."""
+    """Metaclass of names that the package has and instep lacks: a class without instances."""
 
     advice: str
 

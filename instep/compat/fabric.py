@@ -1,9 +1,9 @@
-"""Lightning Fabric's names for instep's classes, in place of the package `lightning` in one program.
+"""Lightning Fabric's names for instep's classes; they replace the package `lightning` in one program.
 
-`instep launch --as fabric script.py` puts them there, or `install()` before the first import of lightning. They are
-`lightning.fabric`, `lightning_fabric` and `from lightning import Fabric`; what such a program imports of
-`lightning.pytorch` is what `instep.compat.lightning` has. Nothing is written to the disk, and an installed Lightning is
-not loaded. A name that instep has no counterpart for can be imported; using it is an error that says what to do.
+To install them, use `instep launch --as fabric script.py`, or call `install()` before the first import of lightning.
+They are `lightning.fabric`, `lightning_fabric` and `from lightning import Fabric`; names of `lightning.pytorch` come
+from `instep.compat.lightning`. Nothing is written to the disk, and an installed Lightning is not loaded. A name without
+a counterpart in instep can be imported; using it is an error that says what to do.
 
 Example:
     >>> from instep.compat.fabric import Fabric
@@ -21,7 +21,7 @@ from instep.compat import tables
 from instep.compat.door import Door
 from instep.launch.command import this_command
 
-__path__: list[str] = []  # a package, whose modules `_door` makes
+__path__: list[str] = []  # marks a package, whose modules `_door` makes
 
 VERSION = "2.6.0"
 """The version of Lightning whose names these are."""
@@ -38,7 +38,7 @@ MODULES = frozenset(
 
 
 def command() -> tuple[str, ...]:
-    """Return the arguments of Python that run this program again, through this door if it is in use."""
+    """Return the arguments of Python that run this program again, with these names if they are in use."""
     words, flags = this_command(), len(subprocess._args_from_interpreter_flags())  # pyright: ignore
     return (*words[:flags], "-m", "instep.compat", "fabric", *words[flags:]) if _door.installed else words
 

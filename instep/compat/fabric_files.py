@@ -1,4 +1,4 @@
-"""Files of `Fabric.save` and `Fabric.load`: of torch.save, as Lightning's, so that `torch.load` reads them."""
+"""Files of `Fabric.save` and `Fabric.load`: written by torch.save as in Lightning, so that `torch.load` reads them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, str, bytes, bool, float, int, type(None))
 
 
 def _plain(module: nn.Module) -> Strategy:
-    """Return a strategy that handles the state of a module that was not set up."""
+    """Return a strategy that handles the state of a module that Fabric has not set up."""
     strategy = Strategy()
     strategy.module = module
     return strategy
@@ -55,7 +55,7 @@ def save_state(
 
 
 def _optimizer_state(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> dict[str, Any]:
-    """Return an optimizer's state as torch has it; of a sharded model the whole, by parameter names, on rank 0."""
+    """Return an optimizer's state in torch's form; for a sharded model the whole state, by names, on rank 0."""
     home = _home(fabric, optimizer, modules)
     if home is None or not home.sharded:
         return optimizer.state_dict()
@@ -73,12 +73,13 @@ def _optimizer_state(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
-    """Write a file of torch.save; a reader of the path sees the old one or the new one."""
+    """Write a file of torch.save; a reader of the path sees the old file or the new one, both whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(path) as part:
             torch.save(state, part)
-            torch.load(part, map_location="cpu", mmap=True, weights_only=True)  # read back as `load` reads it
+            # read back in the same way as `load` reads it
+            torch.load(part, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error.strerror or error}", path=path) from error
     except (AttributeError, TypeError, pickle.PicklingError, pickle.UnpicklingError) as error:
@@ -120,7 +121,7 @@ def _home(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> Strat
 
 
 def load_state(fabric: Any, path: Path, state: Any, strict: bool) -> dict[str, Any]:
-    """Load what was saved into objects, and return the rest. Collective; the arguments are those of `Fabric.load`."""
+    """Load a saved state into objects, and return the rest. Collective; the arguments are those of `Fabric.load`."""
     path, alone = path.expanduser(), isinstance(state, nn.Module | Optimizer)
     saved = _lazy_load(path)
     if state is None:
@@ -145,7 +146,7 @@ def load_state(fabric: Any, path: Path, state: Any, strict: bool) -> dict[str, A
 
 
 def _lazy_load(filename: Any) -> Any:
-    """Return what a file of torch.save holds, verified where it has checksums: torch itself reads past them."""
+    """Return the contents of a file of torch.save, verified if it has checksums, which torch does not check."""
     path = Path(filename).expanduser()
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no file {path}", path=path)
@@ -156,7 +157,7 @@ def _lazy_load(filename: Any) -> Any:
 
 
 def _load_optimizer(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy], value: Any, strict: bool) -> None:
-    if "shapes" not in value:  # the state is as torch gives it
+    if "shapes" not in value:  # the state is in torch's own form
         optimizer.load_state_dict(value)
         return
     home = _home(fabric, optimizer, modules)

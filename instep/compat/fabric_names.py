@@ -1,6 +1,7 @@
-"""Names of Lightning Fabric beside Fabric itself: precision, devices, strategies, loggers, seeds and throughput.
+"""Names of Lightning Fabric other than Fabric itself: precision, devices, strategies, loggers, seeds and throughput.
 
-A class has a name of its own where instep has another of Fabric's name: a configuration finds classes by their names.
+If instep has another class under Fabric's name, the class here has a different name, since a configuration finds
+classes by their names.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ CSVLogger, TensorBoardLogger = FabricCSVLogger, FabricTensorBoardLogger
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed python, numpy and torch alike on all ranks; samplers of shuffled loaders take this seed too.
+    """Seed python, numpy and torch in the same way on all ranks; samplers of shuffled loaders use this seed too.
 
     Raises:
         ValueError: it is no number, or out of numpy's range.
@@ -162,7 +163,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def reset_seed() -> None:
-    """Repeat the seeding of `seed_everything`; do nothing if there was none."""
+    """Seed again as `seed_everything` did; do nothing if it was not called."""
     if SEED_VARIABLE in os.environ:
         seed_everything(None, os.environ.get("PL_SEED_WORKERS") == "1", verbose=False)
 
@@ -181,14 +182,14 @@ def convert_tensors_to_scalars(metrics: Any) -> Any:
 
 
 def is_overridden(method_name: str, instance: Any, parent: Any = TrainModule) -> bool:
-    """Return True if an object's class overrides a method of a parent."""
+    """Return True if an object's class overrides a method of a parent class."""
     return hooks.is_overridden(instance, method_name, parent)
 
 
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
 ) -> int:
-    """Count the operations of a forward, and with a loss those of its backward too."""
+    """Count the operations of a forward; with a loss, those of the backward too."""
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()
         if loss_fn is not None:
@@ -234,7 +235,7 @@ class Throughput:
         self._window.append(now)
 
     def compute(self) -> dict[str, float]:
-        """Return totals, and rates once the window is full."""
+        """Return totals and, once the window is full, rates."""
         last = self._window[-1]
         found: dict[str, float] = {"time": last.time_s, "batches": last.batches, "samples": last.samples}
         if last.lengths:

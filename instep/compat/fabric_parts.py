@@ -52,7 +52,7 @@ from instep.utils.warn import warn_user
 
 
 def _nothing(fabric: Any) -> None:
-    """Do nothing: `Fabric.launch()` without a function."""
+    """Do nothing; `Fabric.launch()` without a function runs this."""
 
 
 class Fabric:
@@ -137,7 +137,7 @@ class Fabric:
     is_global_zero = property(lambda self: self.global_rank == 0, doc="Whether this is rank 0.")
 
     def launch(self, function: Callable[..., Any] = _nothing, *args: Any, **kwargs: Any) -> Any:
-        """Start the ranks if no launcher has: this program runs again as each of them; then call a function.
+        """Start the ranks if no launcher has started them, by running this program again; then call a function.
 
         With "ddp_spawn", "ddp_fork" or "ddp_notebook" the ranks are forks of this process, which run the function.
 
@@ -162,7 +162,7 @@ class Fabric:
         return function(self, *args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program: a subclass overrides this, and it runs on all ranks."""
+        """Run the program on all ranks; a subclass overrides this."""
 
     def _run_launched(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.launch()
@@ -173,7 +173,7 @@ class Fabric:
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:
-        """Spread a module and make its optimizers step through the strategy; return what to use in their place."""
+        """Distribute a module, and make its optimizers step through the strategy; return their replacements."""
         self._check_launched()
         _check_new("setup", "A model", [module], nn.Module)
         if optimizers:
@@ -186,7 +186,7 @@ class Fabric:
         return (wrapped, *stepped) if scheduler is None else (wrapped, *stepped, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> _FabricModule:
-        """Spread a module."""
+        """Distribute a module by the strategy."""
         self._check_launched()
         _check_new("setup_module", "A model", [module], nn.Module)
         return self._spread(module, (), move_to_device)
@@ -205,7 +205,7 @@ class Fabric:
             strategy.rebind_optimizer(optimizer)
         forward = strategy.wrap(module, optimizers) if strategy.wraps_with_optimizer else strategy.wrap(module)
         if strategy.wraps_with_optimizer:
-            self._strategy = strategy  # this strategy steps, scales and clips by itself
+            self._strategy = strategy  # this strategy itself steps, scales and clips
         if given is not module:
             known: Any = given
             forward = compiled_as(given, module) if forward is module else type(known)(forward, known.dynamo_ctx)
@@ -268,7 +268,7 @@ class Fabric:
     # ---- the step
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """Backpropagate, scaled where the precision scales."""
+        """Backpropagate; scale the loss if the precision needs it."""
         in_backward.append(True)
         try:
             (self._strategy if model is None else model._strategy).backward(tensor, *args, **kwargs)
@@ -284,7 +284,7 @@ class Fabric:
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip gradients by value or by norm; return the norm before.
+        """Clip gradients by value or by norm; return the norm before clipping.
 
         Raises:
             ValueError: both or none of `clip_val` and `max_norm` are given.
@@ -339,7 +339,7 @@ class Fabric:
         return broadcast_object(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack each rank's tensors along a new first dimension; with one process they stay as they are."""
+        """Stack each rank's tensors along a new first dimension; with one process return them unchanged."""
         self._check_launched()
         data = self._tensors("all_gather", data, group)
         if self.world_size == 1:
@@ -362,14 +362,14 @@ class Fabric:
         return send_to_device(data, self.device)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Return a context whose block runs on the first rank, then on the others."""
+        """Return a context whose block runs first on the first rank, then on the others."""
         return self._process.local_main_process_first() if local else self._process.main_process_first()
 
     # ---- large models
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make a module's weights on the device, in the precision's dtype; empty if they are loaded later."""
+        """Make a module's weights on the device, in the precision's dtype; uninitialized if they are loaded later."""
         self._check_launched()
         spread = empty_init is not False and self._strategy.sharded
         skipping = _SkipInit() if empty_init and not spread else nullcontext()
@@ -388,7 +388,7 @@ class Fabric:
     def save(
         self, path: Any, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
     ) -> None:
-        """Save a state as a file of torch.save, in the place of an older one. Collective.
+        """Save a state as a file of torch.save; replace an older file. Collective.
 
         Raises:
             ValueError: a filter is of no entry of the state.
@@ -400,7 +400,7 @@ class Fabric:
     def load(
         self, path: Any, state: Any = None, strict: bool = True, *, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a state into the given objects, in place, and return what is left of it.
+        """Load a state into the given objects, in place, and return the rest of the state.
 
         Args:
             path: what `save` wrote, or a file of `torch.save`.
@@ -424,7 +424,7 @@ class Fabric:
     # ---- callbacks and loggers
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of each callback that has it, with the arguments that it takes."""
+        """Call a method of each callback that has it, with the arguments that the method accepts."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is not None and not callable(method):
@@ -444,7 +444,7 @@ class Fabric:
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed all generators alike on all ranks."""
+        """Seed all random generators in the same way on all ranks."""
         return seed_everything(seed, workers is not False, verbose)
 
 
@@ -481,7 +481,7 @@ def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 class _SkipInit(TorchFunctionMode):
-    """Mode in which `torch.nn.init` leaves tensors as they are."""
+    """Mode in which functions of `torch.nn.init` do not change tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -23,7 +23,7 @@ in_backward: list[bool] = []  # has one entry while `Fabric.backward` runs
 
 
 class _FabricModule(nn.Module):
-    """A module as the strategy calls it; attributes and the state dict are the user's module's.
+    """A module that is called through the strategy; its attributes and state dict are those of the user's module.
 
     Args:
         forward_module: what the strategy made of the module.
@@ -68,7 +68,7 @@ class _FabricModule(nn.Module):
         return self._original_module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def mark_forward_method(self, method: MethodType | str) -> None:
-        """Make a method of the module run as its forward does: through the strategy, in the precision.
+        """Make a method of the module run like its forward: through the strategy, in the precision.
 
         Raises:
             AttributeError: the module has no such method, or it is `forward`.
@@ -105,7 +105,7 @@ class _FabricModule(nn.Module):
         return call_forward_module
 
     def _outside(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Make a method raise if it runs the module past the strategy."""
+        """Make a method raise if it runs the module without the strategy."""
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def _watch_backward(leaf: Any) -> Any:
 
 
 class _FabricOptimizer(OptimizerProxy):
-    """An optimizer that the strategy steps; everything else is the user's.
+    """An optimizer that the strategy steps; all other attributes are those of the user's optimizer.
 
     Args:
         optimizer: the user's.
@@ -181,7 +181,7 @@ class _FabricOptimizer(OptimizerProxy):
         return losses[0] if losses else None
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self.optimizer.zero_grad(*args, **kwargs)
         self._strategy.gradients.forget(self.optimizer)
 
@@ -232,7 +232,7 @@ class _FabricDataLoader:
         return {**place, "random": self._random, "now": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch, with the random state of that moment; other ranks keep theirs."""
+        """Continue after the last batch, with the random state of that time; other ranks keep their random state."""
         if hasattr(self._dataloader, "load_state_dict"):
             self._dataloader.load_state_dict(state)
             return
@@ -240,7 +240,7 @@ class _FabricDataLoader:
         self._resumed = state["now"] if PartialState().is_main_process else torch.get_rng_state()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataloader":  # the attribute is not set yet while the loader is copied
+        if name == "_dataloader":  # while the loader is being copied, the attribute is not set yet
             raise AttributeError(name)
         return getattr(self._dataloader, name)
 
@@ -251,7 +251,7 @@ def is_wrapped(obj: Any) -> bool:
 
 
 def unwrapped(obj: Any) -> Any:
-    """Return the user's object inside one that Fabric returned; any other object as it is."""
+    """Return the user's object inside one that Fabric returned; return any other object unchanged."""
     inner = without_compile(obj) if isinstance(obj, nn.Module) else obj
     if isinstance(inner, _FabricModule):
         return without_compile(inner._forward_module)

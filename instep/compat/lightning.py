@@ -1,8 +1,8 @@
 """Lightning's names for instep's classes, so that a script runs before it is ported.
 
-Each name warns once, with what to write instead; one that has no counterpart is an AttributeError, or an ImportError,
-that says what to do. What stands for what is said by `instep.utils.porting`, which `instep migrate` reads too, and
-`instep migrate` is what ports the script. Nothing is loaded before it is used.
+Each name warns once, with what to write instead. A name without a counterpart raises an AttributeError, or an
+ImportError, that says what to do. The table of names is `instep.utils.porting`; `instep migrate` reads it too, and
+ports the script. Nothing is loaded before it is used.
 
 Example:
     >>> import warnings
@@ -25,7 +25,7 @@ from instep.compat.door import NameFinder, defined
 from instep.utils import porting
 from instep.utils.warn import warn_user
 
-__path__: list[str] = []  # a package, whose modules the finder makes
+__path__: list[str] = []  # marks a package, whose modules the finder makes
 
 _warned: set[str] = set()
 _adapted: dict[tuple[str, str], Any] = {}  # adapted classes, by Lightning's name and by instep's name with its module
@@ -71,12 +71,12 @@ def _warn(what: str, text: str) -> None:
         warn_user(f"instep.compat.lightning: {text}", FutureWarning)
 
 
-sys.meta_path.append(  # this finder is asked last, and answers for this module's own names only
+sys.meta_path.append(  # this finder is asked last, and finds only names of this module
     NameFinder(
         {__name__: "lightning"},
         _find,
         lambda module: module.rpartition(".")[2] in tables.LIGHTNING_MODULES,
-        # no ModuleNotFoundError, since `from ... import` loses its text
+        # not a ModuleNotFoundError, since `from ... import` drops its text
         lambda fullname: ImportError(_missing(fullname), name=fullname),
     )
 )

@@ -1,4 +1,4 @@
-"""Contents that all formats of checkpoints share; reading and writing instep's own and safetensors files."""
+"""Contents that all formats of checkpoints share; reading and writing instep's own files and safetensors."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class Contents:
     left_out: list[str] = field(default_factory=list)
 
     def leave_out(self, *names: str) -> None:
-        """Record each field that holds something as left out."""
+        """Record each field that is not empty as left out."""
         self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
 
     def numbered_optimizers(self) -> list[dict[str, Any]]:
-        """Return the states of optimizers as torch has them: parameters numbered over all groups."""
+        """Return the states of optimizers in torch's form: parameters numbered over all groups."""
         states = []
         for number, tree in enumerate(self.optimizers):
             index = {name: i for i, name in enumerate(name for group in tree["groups"] for name in group["params"])}
@@ -183,7 +183,7 @@ def read_safetensors(path: Path) -> Contents:
 
 
 def write_safetensors(contents: Contents, path: Path) -> Path:
-    """Write the weights; tied weights under each of their names, so that `load_state_dict` misses none."""
+    """Write the weights; a tied weight under each of its names, so that `load_state_dict` misses none."""
     contents.leave_out("extra", "hyper_parameters", "user", "optimizers", "schedulers")
     raw = [name for name, tensor in contents.weights.items() if tensor.dtype in _WITHOUT_NAME]
     if raw:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from instep.checkpoint import Reader
 
-_MANY = 20  # lines of a kind that are printed without --all
+_MANY = 20  # most lines of one kind without --all
 _FACTS = ("step", "attempt", "run_id", "world_size", "created", "versions", "info")
 _ARGUMENTS = re.compile(r"\([^()]{20,}\)")  # long arguments in the key of a callback
 _WHO_SAVED_IT = ("run_id", "run_folder", "command", "instep_version", "loggers")
@@ -144,7 +144,7 @@ def _ignored(at: tuple[str, ...], a: Any, b: Any) -> bool:
 
 
 def _same_name(a: Any, b: Any) -> bool:
-    """Return whether two values are paths of checkpoints with one name, but for the attempt."""
+    """Return whether two values are paths of checkpoints with the same name, except for the attempt."""
     if not all(isinstance(path, str) and "/" in path for path in (a, b)):
         return False
     name, other = (re.sub(r"-\d+$", "", path.rpartition("/")[2]) for path in (a, b))

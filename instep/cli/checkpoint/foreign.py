@@ -18,7 +18,7 @@ from instep.checkpoint.weights import indexed_files, load_weights, plain_tensors
 from instep.cli.checkpoint.contents import Contents, put
 from instep.errors import CheckpointError, CorruptCheckpointError
 
-# The oldest version that reads this layout: Lightning warns if the file's version is newer than its own.
+# The oldest version that reads this layout, since Lightning warns if the file's version is newer than its own.
 _VERSION = "2.0.0"
 _LEFT = {
     "loops": "the place in the epoch (loops)",
@@ -32,7 +32,7 @@ _KNOWN = {
     "hyper_parameters", "hparams_name", "hparams_type",
 }  # fmt: skip
 
-# A whole file, or an index that names the shards; the safe ones first.
+# A whole file, or an index that names the shards; formats without pickle first.
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
@@ -92,7 +92,7 @@ def write_lightning(contents: Contents, path: Path) -> Path:
 
     def write(temporary: Path) -> None:
         torch.save(checkpoint, temporary)
-        read_torch_file(temporary)  # raises if reading the file needed code of a pickle
+        read_torch_file(temporary)  # raises if reading the file would run code of a pickle
 
     return put(path, write)
 
@@ -103,7 +103,7 @@ def is_accelerate(folder: Path) -> bool:
 
 
 def read_accelerate(folder: Path) -> Contents:
-    """Read the weights of the first model. The other files are pickles by number: they are named as left out."""
+    """Read the weights of the first model. The other files are numbered pickles, which are listed as left out."""
     name = next(name for name in _WEIGHTS if (folder / name).is_file())
     parts = indexed_files(folder / name) if name.endswith(".json") else [folder / name]
     weights: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ def write_accelerate(contents: Contents, folder: Path) -> Path:
 
     def write(temporary: Path) -> None:
         temporary.mkdir()
-        # Tied weights are written once, as Accelerate wants them.
+        # Tied weights are written once, as Accelerate expects.
         write_tensors(temporary / "model.safetensors", contents.weights)
         for name, state in files.items():
             torch.save(state, temporary / name)

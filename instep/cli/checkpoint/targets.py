@@ -13,7 +13,7 @@ from instep.cli import output
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from instep.utils.paths import to_path
 
-_DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0/checkpoints, and one more
+_DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0/checkpoints has five, and one more for safety
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Folder:
 
 
 def find(path: str) -> list[Folder]:
-    """Find the folders of checkpoints that a path means: at it, below it, or that of a single checkpoint.
+    """Find the folders of checkpoints that a path means: at the path, below it, or the folder of a single checkpoint.
 
     Args:
         path: a checkpoint, a folder of checkpoints, a run folder, or a folder of runs; where it can be, a URL.
@@ -44,7 +44,7 @@ def find(path: str) -> list[Folder]:
     here = to_path(path).absolute()
     if not here.exists():
         try:
-            here = find_checkpoint(here)  # "runs/best" for "runs/best-2"; its error says what there is
+            here = find_checkpoint(here)  # finds "runs/best-2" for "runs/best"; its error lists the existing ones
         except CorruptCheckpointError as error:
             here = to_path(error.path or here)
     if here.is_file():
@@ -59,7 +59,7 @@ def find(path: str) -> list[Folder]:
 
 
 def candidates(path: str) -> list[CheckpointInfo | Broken]:
-    """Return the checkpoints that a path may mean where one is needed, the newest first.
+    """Return the checkpoints that a path may mean if one is needed, the newest first.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -93,7 +93,7 @@ def find_one(path: str) -> Path:
 
 
 def pass_over(problem: str) -> None:
-    """Print why an older checkpoint is taken."""
+    """Print why an older checkpoint is used."""
     output.warn(f"{problem} The next older one is taken.")
 
 

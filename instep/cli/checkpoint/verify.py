@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
                 problems = folder.store.verify(what.path)
             count = sum(sizes(what.path, folder.store.files).values())
             results.append({"path": str(what.path), "ok": not problems, "bytes": count, "problems": problems})
-            if not args.json:  # print each result at once: the next checkpoint may take minutes
+            if not args.json:  # print each result at once, since the next checkpoint may take minutes
                 output.say(f"{'DAMAGED' if problems else 'ok'}  {what.path}  ({output.size(count)})")
                 for problem in problems:
                     output.say(f"    {problem}")

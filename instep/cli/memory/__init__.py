@@ -1,4 +1,4 @@
-"""Memory that a model takes: training, found by training with tensors that have sizes and no values, and inference.
+"""Memory that a model takes: in training, measured on tensors that have sizes but no values, and in inference.
 
 - `subject`: what is trained: a module by import path, a model of transformers, a file of weights.
 - `simulate`: two steps of it under a strategy, with every byte counted.

@@ -1,4 +1,4 @@
-"""The memory estimate for one set-up; DeepSpeed's ZeRO, whose engine wants real tensors, as a sum of its buffers."""
+"""The memory estimate for one set-up. DeepSpeed's ZeRO needs real tensors, so its estimate is a sum of buffers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
     inner = setup.precision if not lower else "bf16-mixed" if stage == 0 else "bf16-true"
     alone = simulate(subject, replace(setup, strategy="single_device", precision=inner, devices=1, on_gpu=False))
     steps = simulate(replace(subject, batch=None), Setup("single_device", "32-true"))
-    # Temporary memory of the optimizer, for each byte that it steps at a time.
+    # Temporary memory of the optimizer, per byte of the parameters in one step.
     whole = steps.weights + steps.gradients + steps.optimizer
     ratio = max(0, steps.peak - whole) / (4 * max(1, steps.largest))
     width = 2 if lower and stage else 4
@@ -47,12 +47,13 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
         shown = (weights, gradients, state)
     elif stage in (1, 2):
         kept = weights + part + state // ranks
-        own = gradients // ranks  # stage 1 too keeps only its part: other gradients are released once they are reduced
+        # in stage 1 too, a rank keeps only its part: other gradients are released after they are reduced
+        own = gradients // ranks
         during = _backward(activations, bucket + own, setup.on_gpu)
         most = (kept + during + layer, kept + part * (1 + ratio))
         shown = (weights, own, part + state // ranks)
     else:
-        own = part  # the gradients are float32, whatever the precision is
+        own = part  # gradients are float32 under any precision
         kept = weights // ranks + part + state // ranks + own + bucket
         gathered = min(gradients, width * _LIVE)
         most = (kept + gathered + activations + gradients // ranks + layer, kept - bucket + part * (2 + ratio))
@@ -62,7 +63,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
 
 
 def _backward(activations: int, buckets: int, on_gpu: bool) -> int:
-    """Return the most bytes of both at a time: a GPU's buckets exist at once, a host's fill as activations go."""
+    """Return the most bytes of both at one time: a GPU's buckets exist at once; a host's fill as activations go."""
     return activations + buckets if on_gpu else max(activations, buckets)
 
 

@@ -1,4 +1,4 @@
-"""Memory that a model takes once it is loaded, counted as device maps count."""
+"""Memory that a model takes after loading, counted in the same way as for device maps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def loaded_sizes(subject: Subject, dtypes: Sequence[str]) -> list[Loaded]:
     """
     with users_code(f"making {subject.name}", "Give its arguments by --args."), init_empty_weights():
         model: Any = subject.make()
-    if hasattr(getattr(model, "model", None), "_no_split_modules"):  # a model of transformers knows its blocks
+    if hasattr(getattr(model, "model", None), "_no_split_modules"):  # a transformers model knows its blocks
         model = model.model
     whole = getattr(model, "_no_split_modules", None) or ()
 

@@ -1,7 +1,7 @@
 """Two training steps on tensors without values, under a strategy, with the bytes counted.
 
-Strategies of one process and of FSDP run as they are, in a process group that exists in name only. What DDP holds
-beside the module is made by code that wants real tensors: its buckets are added to a simulation of one process.
+Strategies of one process and of FSDP run unchanged, in a fake process group. DDP's own code needs real tensors, so the
+bytes of its buckets are added to a simulation of one process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from instep.trainer.optimizers import configure
 
 _CPU = torch.device("cpu")
 _INPUT = "Give the batch that it needs by --input SIZES[:DTYPE] for each tensor, or by --data."
-_STEPS = 2  # the first one makes the optimizer's state
+_STEPS = 2  # the first step makes the optimizer's state
 
 _OTHERS = (
     *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (torch, instep)),
@@ -50,7 +50,7 @@ _VALUES_ASKED_FOR = (DataDependentOutputException, DynamicOutputShapeException)
 
 @contextmanager
 def users_code(what: str, advice: str, batch: Any = None) -> Iterator[None]:
-    """Run code of the user; an error in it becomes one message.
+    """Run code of the user; turn an error in it into one message.
 
     Args:
         what: it is doing.
@@ -87,8 +87,8 @@ def _shape(tensor: Tensor) -> str:
 class Bytes(TorchDispatchMode):
     """Counter of the bytes of all tensors that are made inside and still alive, and of their maximum.
 
-    Beside what operators return, it sees storages being resized, which is how FSDP lets go of what it gathered. What an
-    operator needs while it runs is not seen.
+    It sees the results of operators, and the resizing of storages, by which FSDP frees gathered weights. It does not
+    see the memory that an operator needs while it runs.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Bytes(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor's own operators come here again with the tensors that it is made of
+            return NotImplemented  # a DTensor's operators call this method again with its local tensors
         result = func(*args, **(kwargs or {}))
         for leaf in () if self._aside else tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -167,7 +167,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one process.
+    """Bytes that one process needs.
 
     Args:
         weights: parameters and buffers, between steps.
@@ -189,7 +189,7 @@ class Estimate:
 
 
 def process_counts(strategy: str, counts: Sequence[int]) -> Sequence[int]:
-    """Choose the numbers of processes that a strategy, by its name, is estimated for."""
+    """Choose the numbers of processes for which a strategy is estimated."""
     return [1] if strategy == "single_device" else counts
 
 
@@ -210,10 +210,10 @@ def simulate(subject: Subject, setup: Setup) -> Estimate:
             field="strategy",
             got=setup.strategy,
         )
-    PartialState(cpu=True)  # comes before the fake group: this process is alone
+    PartialState(cpu=True)  # must come before the fake group, so that this process counts as a single one
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # the run itself will warn of it
+        warnings.simplefilter("ignore")  # the run itself will give this warning
         Strategy.connect(strategy, _CPU, Precision(setup.precision, _CPU))
         if isinstance(strategy, FSDPStrategy):
             stack.enter_context(_group(setup.devices))
@@ -267,7 +267,7 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
                     del output
                 if micro == 0:
                     left = count.now - fixed - state - grads
-                    # Gradients are dropped here, as in the Trainer: those of the last step live during the forward.
+                    # Gradients are dropped here, as in the Trainer, so those of the last step exist during the forward.
                     optimizer.zero_grad()
                 strategy.backward(loss)
                 del loss
@@ -327,7 +327,7 @@ def _patched(owner: Any, name: str, function: Any) -> Iterator[None]:
 
 @contextmanager
 def _converting() -> Iterator[None]:
-    """Make `Module.to` change parameters in place: torch replaces those without values, where it can."""
+    """Make `Module.to` change parameters in place, where torch would replace parameters without values."""
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         for child in self.children() if recurse else ():
@@ -343,8 +343,8 @@ def _converting() -> Iterator[None]:
 
 @contextmanager
 def _shapes_aside(count: Bytes) -> Iterator[None]:
-    """Do not count the whole tensors with which DTensor finds out the shapes of results."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # late, with the group
+    """Leave whole tensors out of the count that DTensor makes to find the shapes of results."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # imported late, with the process group
 
     name = "_propagate_tensor_meta_non_cached"
     original = getattr(ShardingPropagator, name)

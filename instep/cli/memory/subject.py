@@ -26,7 +26,7 @@ from instep.utils.paths import local_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 _FILES = "a .safetensors file or an index of several, a folder with them or with a transformers config.json"
-_DEEPEST = 100  # most modules that are nested in one another
+_DEEPEST = 100  # deepest nesting of modules
 _MOST_LAYERS = 10_000
 _NAMES = {"float": "float32", "half": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32"}
 
@@ -90,7 +90,7 @@ def find_subject(
 
 
 def import_path(path: str) -> Any:
-    """Import what a path such as package.module:Class or train.py:Class names.
+    """Import the object at a path such as package.module:Class or train.py:Class.
 
     Raises:
         SettingError: there is no such thing.
@@ -104,7 +104,7 @@ def import_path(path: str) -> Any:
             got=path,
         )
     folder = os.path.abspath(os.path.dirname(module)) if module.endswith(".py") else os.getcwd()
-    sys.path.insert(0, folder)  # the folder stays in the path: the module may import its neighbors later
+    sys.path.insert(0, folder)  # the folder stays in sys.path, since the module may import its neighbors later
     try:
         found: Any = import_module(os.path.basename(module).removesuffix(".py"))
     except ImportError as error:
@@ -136,7 +136,7 @@ def json_arguments(field: str, text: str) -> dict[str, Any]:
 
 
 def _batch_of(inputs: Sequence[str]) -> Callable[[], Any]:
-    """Make a batch of `8x64` and `8:int64` (a tuple; one alone: a tensor), or of `ids=8x64:int64` and such (a dict)."""
+    """Make a batch from `8x64` and `8:int64` (a tuple; one alone: a tensor), or `ids=8x64:int64` (a dict)."""
     parsed = [_parse_input(text) for text in inputs]
     names = [name for name, _, _ in parsed]
     if any(names) != all(names):
@@ -176,7 +176,7 @@ def _parse_input(text: str) -> tuple[str, tuple[int, ...], torch.dtype]:
 
 
 def training_loader(made: Any) -> Any:
-    """Return the training loader of a DataModule; anything else as it is."""
+    """Return the training loader of a DataModule; return anything else unchanged."""
     if not hasattr(made, "train_dataloader"):
         return made
     made.prepare_data()
@@ -222,7 +222,7 @@ def _transformers_model(
             if "layer" in key and isinstance(value, int) and value > _MOST_LAYERS:
                 raise ValueError(f"{key} is {value:,}, and no model has more than {_MOST_LAYERS:,} layers")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers takes the values as they come
+    except Exception as error:  # transformers does not check the values, so any error may come
         raise SettingError(f"{path} has no configuration that transformers can read: {error}", field="what") from error
     kinds = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
     kind = kinds[0] if kinds else None
@@ -269,7 +269,7 @@ class _Transformers(nn.Module):
         return output.loss
 
 
-# ---- weights alone
+# ---- files of weights
 
 
 def _weight_files(path: Path) -> list[Path] | None:
@@ -290,7 +290,7 @@ def _weight_files(path: Path) -> list[Path] | None:
 
 
 class _Weights(nn.Module):
-    """The tensors of files as parameters; those that are not floating are buffers."""
+    """The tensors of files: floating tensors as parameters, others as buffers."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__()

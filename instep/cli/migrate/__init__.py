@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Show or write what changes; 1 if something is left to do."""
     require("libcst", extra="migrate", purpose="instep migrate")
     files = [_migrate(path) for path in _scripts(args.paths)]
-    if args.write:  # write only when all files could be read
+    if args.write:  # write only after all files could be read
         for file in files:
             if file["new"] != file["old"]:
                 _write(file["path"], file["new"])
@@ -84,7 +84,7 @@ def _migrate(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    path = path.resolve()  # write to the file behind a link, so that the link stays one
+    path = path.resolve()  # write to the target of a link, so that the link stays a link
     with replacing(path) as part:
         part.touch()
         part.chmod(path.stat().st_mode)

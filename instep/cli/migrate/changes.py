@@ -1,7 +1,7 @@
-"""Changes of meaning: places of a script that work after the change, but mean something else.
+"""Changes of meaning: code that still works after the change, but means something else.
 
-No other list has them. `instep migrate` looks for each place and writes a note, and the first table of each guide
-(docs/porting) is made of the same places and texts: a test compares them.
+This is the only list of them. `instep migrate` searches for each place and writes a note. The first table of each guide
+(docs/porting) has the same places and texts; a test compares them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Change:
     beside: str = ""
 
     def holds(self, place: str, script: str) -> bool:
-        """Return True if a place in a script is one that the change is about."""
+        """Return True if the change applies to a place in a script."""
         return re.search(self.having, place) is not None and re.search(self.beside, script) is not None
 
 
@@ -483,7 +483,7 @@ PAGES = {"lightning": LIGHTNING, "accelerate": ACCELERATE}
 
 
 def table(page: str) -> str:
-    """Return the first table of a guide, in Markdown; places with the same texts share a row.
+    """Return the first table of a guide, in Markdown; places with the same text share a row.
 
     Example:
         >>> table("lightning").splitlines()[0]

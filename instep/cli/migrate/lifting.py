@@ -1,8 +1,8 @@
 """Move calls that all ranks must make out of `if accelerator.is_main_process:`.
 
-Accelerate's `save_state` works on one rank alone, and many scripts call it so. What stands around the call stays under
-the `if`; conditions and arguments of the call are moved with it, which is right only where they are the same on all
-ranks. Where that cannot be seen, nothing is moved.
+Accelerate's `save_state` works on one rank alone, and many scripts call it in this way. Code around the call stays
+under the `if`. Conditions and arguments of the call move with it, which is correct only if they are the same on all
+ranks. If the text does not show this, nothing is moved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _is_one_rank(test: cst.BaseExpression) -> bool:
 
 
 def lifted(node: cst.If, calls: frozenset[str]) -> list[cst.BaseStatement] | None:
-    """Return the statements that replace an `if` that holds on one rank; None where that is not safe.
+    """Return the statements that replace an `if` for one rank; None if that is not safe.
 
     Args:
         node: the `if`.
@@ -70,12 +70,12 @@ class _Lifting:
     def __init__(self, one_rank: cst.If, calls: frozenset[str]) -> None:
         self.one_rank = one_rank
         self.calls = calls
-        self.of_one_rank: set[str] = set()  # names that only one rank sets
+        self.of_one_rank: set[str] = set()  # names that only one rank assigns
 
     def block(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement] | None:
-        """Split a block into the statements of one rank and those of all; return None where that is not safe."""
+        """Split a block into statements for one rank and statements for all; return None if that is not safe."""
         made: list[cst.BaseStatement] = []
-        waiting: list[cst.BaseStatement] = []  # statements that one rank runs, until the next call
+        waiting: list[cst.BaseStatement] = []  # statements for one rank, up to the next call
         for statement in statements:
             if not self._has_call(statement):
                 waiting.append(statement)
@@ -101,7 +101,7 @@ class _Lifting:
     def _before(
         self, statement: cst.BaseStatement, waiting: Sequence[cst.BaseStatement]
     ) -> list[cst.BaseStatement] | None:
-        """Split the statements before a call: assignments that the call needs go first, on all ranks."""
+        """Split the statements before a call: assignments that the call needs come first, on all ranks."""
         needed = _names(statement.test if isinstance(statement, cst.If) else statement)
         if isinstance(statement, cst.If):
             needed |= {name for part in _block(statement.body) for name in _names(part)}
@@ -141,7 +141,7 @@ def _joined(parts: list[cst.BaseExpression]) -> cst.BaseExpression:
     joined = parts[0]
     for part in parts[1:]:
         joined = cst.BooleanOperation(joined, cst.And(), part)
-    if "\n" in code(joined):  # the parentheses were around the whole condition
+    if "\n" in code(joined):  # a line break was allowed only inside parentheses around the whole condition
         return joined.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     return joined
 
@@ -158,7 +158,7 @@ def _comments(statement: Any) -> Sequence[cst.EmptyLine]:
 
 
 def _without_empty_lines(statements: Sequence[Any]) -> list[Any]:
-    """Drop the empty lines before a block, and keep its comments."""
+    """Drop the empty lines before a block, but keep its comments."""
     first, *others = statements
     return [first.with_changes(leading_lines=_comments(first)), *others]
 

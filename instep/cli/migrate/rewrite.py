@@ -1,4 +1,4 @@
-"""New text of a script, as a plan says."""
+"""Writes the new text of a script according to a plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Rewriter(cst.CSTTransformer):
         self._new = plan.new
         self._comments = plan.comments
         self._next: dict[cst.CSTNode, cst.CSTNode] = {}  # the statement after a statement in its block
-        self._before: dict[cst.CSTNode, list[cst.EmptyLine]] = {}  # lines of statements that are gone
+        self._before: dict[cst.CSTNode, list[cst.EmptyLine]] = {}  # leading lines of removed statements
 
     def _visit_block(self, node: Any) -> None:
         self._next.update(pairwise(node.body))
@@ -73,7 +73,7 @@ class _Rewriter(cst.CSTTransformer):
             return self._new[original_node]
         if not updated_node.args or not any(arg in self._new for arg in original_node.args):
             return updated_node
-        last = original_node.args[-1]  # whatever is the last one now ends as it did
+        last = original_node.args[-1]  # the last argument of the new call gets the end of the old one, such as a comma
         end = updated_node.args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
         return updated_node.with_changes(args=[*updated_node.args[:-1], end])
 

@@ -1,4 +1,4 @@
-"""Survey of what a script has of Lightning and Accelerate, and of what becomes of each place."""
+"""Survey of a script's uses of Lightning and Accelerate, and what replaces each."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ class Plan:
     found: set[str] = field(default_factory=set)
 
     def line(self, node: cst.CSTNode) -> int:
-        """Return the line where a node stands."""
+        """Return the line of a node."""
         return self.lines[node].start.line
 
     def todo(self, node: cst.CSTNode, text: str) -> None:
-        """Record what has to be changed by hand."""
+        """Record a place that must be changed by hand."""
         self.findings.add(Finding(self.line(node), "todo", text))
 
     def warns(self, node: cst.CSTNode, text: str) -> None:
-        """Record what works as before, with a warning."""
+        """Record a place that works as before, with a warning."""
         self.findings.add(Finding(self.line(node), "warns", text))
 
     def note(self, node: cst.CSTNode, text: str) -> None:
-        """Record what works and means something else."""
+        """Record a place that works, but means something else."""
         self.findings.add(Finding(self.line(node), "note", text))
 
     def report(self) -> list[Finding]:
-        """Return the findings by line; one that needs to be said once has all its lines."""
+        """Return the findings by line; a finding that is printed only once lists all its lines."""
         lines: dict[tuple[str, str], list[int]] = defaultdict(list)
         for finding in sorted(self.findings):
             lines[finding.kind, finding.text].append(finding.line)
@@ -82,9 +82,9 @@ class Plan:
 class Names(cst.CSTVisitor):
     """The imports, and every place that uses what they import.
 
-    A name that was imported by itself stays one: `LightningModule` becomes `TrainModule`. One that is reached by a
-    module becomes a full name: `pl.Trainer` becomes `instep.Trainer`, and `import lightning as pl` becomes
-    `import instep`. What has no successor keeps its import.
+    A name that was imported by itself stays a single name: `LightningModule` becomes `TrainModule`. A name that is used
+    through a module becomes a full name: `pl.Trainer` becomes `instep.Trainer`, and `import lightning as pl` becomes
+    `import instep`. A name without a successor keeps its import.
     """
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider,)
@@ -94,13 +94,13 @@ class Names(cst.CSTVisitor):
         self.plan = plan
         self.imports: list[cst.Import | cst.ImportFrom] = []
         self.bound: dict[str, str] = {}  # each imported name, and the dotted name it stands for
-        self.targets: dict[cst.CSTNode, str] = {}  # places, and instep's dotted name for what stands there
+        self.targets: dict[cst.CSTNode, str] = {}  # nodes, and instep's dotted name for each
         self.needed: dict[str, set[str]] = defaultdict(set)  # modules of instep, by the module's name in the script
         self.kept: set[str] = set()  # names of modules that are still used
         self.leftovers: dict[str, list[cst.CSTNode]] = defaultdict(list)
         self.extra: dict[str, set[str]] = defaultdict(set)  # other names imported beside a name
         self.defined: set[str] = set()
-        self.have: set[str] = set()  # what is imported at the top level: `import a` as "a", `from a import b` as "a b"
+        self.have: set[str] = set()  # imports at the top level: `import a` as "a", `from a import b` as "a b"
         self._top: set[cst.CSTNode] = set()  # the import statements of the top level
         self._annotations = 0
 
@@ -193,7 +193,7 @@ class Names(cst.CSTVisitor):
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         if self._annotations:
             new = re.sub(r"[A-Za-z_][\w.]*", lambda match: self.rewritten(match[0]), node.value)
-        else:  # a class by its whole name, as in `class_path`
+        else:  # a class by its full name, as in `class_path`
             new = re.sub(r"(?<=[\"'])[a-z_]+\.[\w.]*\w(?=[\"'])", _renamed_class, node.value)
         if new != node.value:
             self.plan.new[node] = node.with_changes(value=new)
@@ -223,13 +223,13 @@ class Names(cst.CSTVisitor):
     # ---- decisions
 
     def dotted(self, text: str) -> str:
-        """Return instep's whole dotted name for a name of the script; "" for none."""
+        """Return instep's full dotted name for a name of the script; "" if there is none."""
         local, _, rest = text.partition(".")
         name = porting.canonical(".".join(filter(None, (self.bound.get(local, ""), rest))))
         return (porting.successor(name) if name else None) or ""
 
     def rewritten(self, text: str) -> str:
-        """Return a dotted name of the script as it is written after the change."""
+        """Return a dotted name of the script in the form that it has after the change."""
         local, _, rest = text.partition(".")
         target = self.dotted(text)
         if not target:
@@ -242,12 +242,13 @@ class Names(cst.CSTVisitor):
     def local_name(self, local: str, target: str) -> str:
         """Find the name under which the script imports a name of instep itself."""
         old, leaf = self.bound[local].rpartition(".")[2], target.rpartition(".")[2]
-        if local != old or not target.startswith(("instep.", "typing.")):  # the script has given it another name
+        # the script has imported it under another name
+        if local != old or not target.startswith(("instep.", "typing.")):
             return local
         return f"Instep{leaf}" if leaf != local and leaf in self.defined else leaf
 
     def decide(self) -> None:
-        """Fill the plan with the new names and imports, and report what remains."""
+        """Fill the plan with the new names and imports, and report what is left to do."""
         for node, target in self.targets.items():
             new = self.local_name(node.value, target) if isinstance(node, cst.Name) else target
             if new != code(node):
@@ -298,7 +299,7 @@ class Names(cst.CSTVisitor):
                 lines += self._modules(node, local, f"from {module} import {code(alias).rstrip(', ')}")
             elif name in self.leftovers or name.rpartition(".")[2] not in tables.GONE:
                 stay.append(alias)
-                if name not in self.leftovers:  # the script imports the name and does not use it
+                if name not in self.leftovers:  # the script imports the name but does not use it
                     self.plan.todo(node, f"{code(alias.name)}: {porting.advice(name)}")
         if len(stay) == len(node.names):
             return None
@@ -311,7 +312,7 @@ class Names(cst.CSTVisitor):
         lines: list[str],
         moved: dict[str, dict[str, cst.ImportAlias | None]],
     ) -> list[Any]:
-        """Rewrite an import; one that spans several lines, and becomes one module, keeps its layout."""
+        """Rewrite an import; an import over several lines that becomes one module keeps its layout."""
         new = [leaf for parent in moved for leaf in moved[parent] if f"{parent} {leaf}" not in self.have]
         aliases = list(node.names) if not isinstance(node.names, cst.ImportStar) else []
         if node.lpar and len(moved) == 1 and len(new) == len(aliases) and all(next(iter(moved.values())).values()):
@@ -352,7 +353,7 @@ class Names(cst.CSTVisitor):
         return [old, *new] if local in self.kept else new
 
     def add_import(self, node: cst.CSTNode, target: str) -> str:
-        """Import a name of instep at a node, and return how it is written there."""
+        """Import a name of instep at a node, and return the text by which the script uses it."""
         base = _base(node) if isinstance(node, cst.Attribute) else node
         assert isinstance(base, cst.Name)
         if isinstance(node, cst.Attribute):

@@ -1,4 +1,4 @@
-"""Uses of what a script imports: classes that derive from it, arguments, methods and attributes."""
+"""Uses of the names that a script imports: subclasses, arguments, methods and attributes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from instep.errors import InstepError, MissingPackageError
 from instep.types import ReadOnly
 from instep.utils import porting
 
-_KINDS = {  # base classes of scripts, which may have any attribute
+_KINDS = {  # base classes of a script's classes, whose objects may have any attribute
     "TrainModule": "instep.TrainModule",
     "DataModule": "instep.DataModule",
     "Callback": "instep.callbacks.Callback",
     "Logger": "instep.Logger",
 }
-# Names that scripts give to the batches of an earlier run.
+# Names of a variable or argument for batches that an earlier run has done.
 _DONE = re.compile(r"resume|start|first_|skip|done|completed")
-_STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # names of values that are no rows of a batch
+_STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # names of values that are not rows of a batch
 _SAVED = re.compile(r"(best|last)_model_path")  # attributes of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
 _BY_HAND = re.compile(r"automatic_optimization\s*=\s*False")
-_SEVERAL = re.compile(  # the result is unpacked, taken by number, or used in a loop over all
+_SEVERAL = re.compile(  # the result is unpacked, indexed, or iterated
     r",[^=\n]*=\s*self\.optimizers\(|self\.optimizers\([^)]*\)\[|in (enumerate\(|zip\()?self\.optimizers\(|"
     r"(\w+)\s*=\s*self\.optimizers\([\s\S]*(\b\2\[\d|,[^=\n]*= \2\b|\bin (enumerate\(|zip\()?\2\b)"
 )
@@ -78,7 +78,7 @@ def attributes(owner: type) -> frozenset[str]:
 
 
 def has_attribute(target: str, name: str) -> bool:
-    """Return True if objects of a class of instep, by its dotted name, have an attribute; a strategy may be any one."""
+    """Return True if objects of the class of instep with this dotted name have an attribute."""
     owner = load(target)
     if isinstance(owner, Unseen):
         return True
@@ -90,7 +90,7 @@ def has_attribute(target: str, name: str) -> bool:
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function or class; those of a dict are unknown."""
+    """Return the parameters of a function or class; the parameters of a dict are unknown."""
     if isinstance(function, type) and issubclass(function, dict):
         return inspect.signature(lambda *args, **unknown_too: None).parameters
     return inspect.signature(function).parameters
@@ -111,7 +111,7 @@ def count_positional(function: Any) -> float:
 
 
 def refused(function: Any, argument: str) -> str | None:
-    """Return why a function or class does not take an argument; None if it does.
+    """Return why a function or class does not accept an argument; None if it does.
 
     Example:
         >>> import shutil
@@ -124,10 +124,10 @@ def refused(function: Any, argument: str) -> str | None:
     others = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
     if others is None:
         return f"it takes {', '.join(name for name in parameters if name != 'self') or 'no arguments'}"
-    if others != "unknown":  # arguments beside its own are passed on
+    if others != "unknown":  # other arguments are passed on
         return None
     try:
-        function(**{argument: None})  # our classes refuse it before anything else, and say what to do
+        function(**{argument: None})  # instep's classes refuse a wrong argument first of all, and say what to do
     except InstepError as error:
         return str(error).partition(f" {argument}: ")[2] or str(error)
     return None
@@ -141,7 +141,7 @@ def _problem_of(function: Any, key: str, argument: str, value: Any) -> str | Non
 
 
 def wrong_value(argument: str, value: Any) -> str | None:
-    """Return why the Trainer refuses a value on any machine; None if it does not."""
+    """Return why the Trainer refuses a value on every machine; None if it does not."""
     from instep.trainer.settings import check_value
 
     try:
@@ -154,7 +154,7 @@ def wrong_value(argument: str, value: Any) -> str | None:
 class Uses(cst.CSTVisitor):
     """Visitor that compares uses of Lightning's and Accelerate's classes with instep's, and fills the plan.
 
-    A variable is known by its text: `self.accelerator` is an Accelerator wherever it stands, if one was assigned to it.
+    A variable is identified by its text: `self.accelerator` is an Accelerator everywhere if one was assigned to it.
     """
 
     def __init__(self, plan: Plan, found: Names) -> None:
@@ -176,7 +176,7 @@ class Uses(cst.CSTVisitor):
         self._loops: list[cst.CSTNode] = []
         self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
         self._one_rank: list[cst.If | cst.FunctionDef] = []
-        self._collective: list[cst.Attribute] = []  # calls on one rank that all must make
+        self._collective: list[cst.Attribute] = []  # calls on one rank that all ranks must make
         self._otherwise: set[cst.BaseSuite | cst.If | cst.Else] = set()  # the `elif` and `else` parts of an `if`
         self._script = plan.module.code
         self._loads_state = ".load_state(" in self._script
@@ -194,7 +194,7 @@ class Uses(cst.CSTVisitor):
         self._counts_otherwise = self.is_lightning and several and _BY_HAND.search(self._script) is not None
 
     def _change(self, node: cst.CSTNode, where: str, place: str = "", what: str = "") -> None:
-        """Write a note where a place means something else.
+        """Write a note if a place means something else.
 
         Args:
             node: the place.
@@ -240,7 +240,7 @@ class Uses(cst.CSTVisitor):
             instead = f"use {porting.HOOKS_GONE[name]}; keep outputs in an attribute"
             self.plan.todo(method.name, f"{name} is not called any more: {instead}")
         elif name in porting.HOOKS_UNCALLED and name not in known:
-            if f".{name}(" not in self._script:  # otherwise the name is a method of the script
+            if f".{name}(" not in self._script:  # if the text has `.name(`, the name is a method of the script itself
                 self.plan.warns(method.name, f"{name} of Lightning 1 is not called: use {porting.HOOKS_UNCALLED[name]}")
         elif name in porting.ATTRIBUTES.get(kind, ()) and name not in known:
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
@@ -285,11 +285,11 @@ class Uses(cst.CSTVisitor):
         self._leave_one_rank(original_node)
 
     def _leave_one_rank(self, node: cst.If | cst.FunctionDef) -> None:
-        """Move calls that all ranks must make out of a block of one rank, or leave them to the user."""
+        """Move calls that all ranks must make out of a block for one rank, or report them."""
         if not self._one_rank or self._one_rank[-1] is not node:
             return
         self._one_rank.pop()
-        if self._one_rank:  # the outer `if` decides
+        if self._one_rank:  # the outer `if` decides what is moved
             return
         found, self._collective = self._collective, []
         calls = frozenset(code(each) for each in found)
@@ -337,7 +337,7 @@ class Uses(cst.CSTVisitor):
             self._change(target, f"{owner.rpartition('.')[2]}.{name} =", value)
 
     def _multiplied(self, node: cst.CSTNode, name: str, value: cst.BaseExpression) -> None:
-        """Write a note on a schedule's steps that are multiplied by the number of processes."""
+        """Write a note if a schedule's steps are multiplied by the number of processes."""
         if _OF_SCHEDULE.search(name) and re.search(r"\* *\w+\.num_processes|num_processes *\*", code(value)):
             self._change(node, changes.MULTIPLIED, what=name)
 
@@ -383,7 +383,7 @@ class Uses(cst.CSTVisitor):
                 self._collective.append(node)
 
     def _is_anywhere(self, node: cst.Attribute) -> bool:
-        """Return True unless the script sets the attribute itself, or reads it from another package's Trainer."""
+        """Return False if the script sets the attribute itself, or reads it from another package's Trainer."""
         of_a_trainer = not self.is_lightning and "trainer" in code(node.value).lower()
         return code(node) not in self.assigned and not of_a_trainer
 
@@ -523,12 +523,12 @@ class Uses(cst.CSTVisitor):
         old = arg.keyword.value
         name = old if has_argument(function, old) else renamed.get(old, old)
         if (key, name) == ("Accelerator", "project_dir") and self._owner(arg.value).endswith(".ProjectConfiguration"):
-            name = "project_config"  # Accelerate takes this argument there, and does not use it
+            name = "project_config"  # Accelerate accepts this argument there, but does not use it
         value: Any = _literal(arg.value)
         values = porting.VALUES.get((key, name), {})
         new_value = values.get(value) if isinstance(value, str) else None
         added = porting.ADDED.get((key, old))
-        if added is not None and not value:  # gpus=0 and gpus=None said that there is none
+        if added is not None and not value:  # gpus=0 and gpus=None meant that there is no GPU
             name = old
         between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")) if is_last else arg.comma
         if name != old or new_value is not None:
@@ -555,7 +555,7 @@ class Uses(cst.CSTVisitor):
     def _argument_changes(
         self, node: cst.CSTNode, key: str, function: Any, name: str, value: cst.BaseExpression
     ) -> None:
-        """Write a note on an argument that means something else, where it is not the default."""
+        """Write a note if an argument has another meaning and is not the default."""
         found = _parameters(function).get(name)
         given = _literal(value)
         if given is not None and (found is None or given is _UNKNOWN or given != found.default):
@@ -572,14 +572,15 @@ class Uses(cst.CSTVisitor):
             self.plan.new[arg] = lambda _: cst.RemoveFromParent()
         self.plan.new[moved[0]] = lambda updated: new.with_changes(comma=updated.comma)
 
-    # ---- who is who
+    # ---- classes of variables
 
     def _leaf(self, node: cst.BaseExpression) -> str:
         home, _, leaf = self.names.targets.get(node, "").rpartition(".")
-        return "" if home == "instep.compat.fabric" else leaf  # in the door for Fabric such names mean what they did
+        # in `instep.compat.fabric` such names keep Fabric's meaning
+        return "" if home == "instep.compat.fabric" else leaf
 
     def _owner(self, node: cst.BaseExpression) -> str:
-        """Return the dotted name of the class of instep that an expression holds, or is; "" for none."""
+        """Return the dotted name of instep's class that an expression is or whose object it holds; "" for none."""
         text = code(node)
         for scope in reversed(self._parameters):
             if text in scope:
@@ -603,7 +604,7 @@ class Uses(cst.CSTVisitor):
         return _KINDS.get(self.classes.get(code(node), ""), "")
 
     def made(self, node: cst.BaseExpression) -> str:
-        """Return the class of instep whose object a call makes."""
+        """Return instep's class whose object a call makes."""
         return self._class(node.func) if isinstance(node, cst.Call) else ""
 
 
@@ -640,7 +641,7 @@ class _Receivers(cst.CSTVisitor):
                 self.uses.dicts[text] = node.value
             if made:
                 self.uses.receivers[text] = made
-            elif isinstance(node.value, cst.Call):  # the Trainer is of another package
+            elif isinstance(node.value, cst.Call):  # the Trainer belongs to another package
                 self.uses.receivers.pop(text, None)
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
@@ -712,7 +713,7 @@ def _names_argument(node: cst.Call, name: str) -> bool:
 
 
 def _is_ours(method: Any) -> bool:
-    """Return True for a function of instep's, not one of torch's that a module has."""
+    """Return True for a function of instep; False for a method that a module has from torch."""
     return str(getattr(method, "__module__", "")).startswith("instep.")
 
 

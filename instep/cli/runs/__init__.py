@@ -1,1 +1,1 @@
-"""`instep runs`: what local run folders hold. Each command is a file; `chosen` finds the runs that words mean."""
+"""`instep runs`: the contents of local run folders. Each command is a file; `chosen` finds runs by words."""

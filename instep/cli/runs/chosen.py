@@ -1,4 +1,4 @@
-"""Runs, metrics and hyperparameters that words on the command line mean."""
+"""Runs, metrics and hyperparameters for words on the command line."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from instep.runs.facts import number
 from instep.runs.naming import differing
 from instep.runs.table import Table, metric_of
 
-_BESIDE = 3  # runs that stand beside each other
+_BESIDE = 3  # runs that are shown side by side
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

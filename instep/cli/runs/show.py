@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     entries = find([args.path])
     if len(entries) > 1:
         sys.stderr.write(f"instep: the newest of {len(entries):,} runs\n")
-    one = find_runs(entries[0].run.folder)[0]  # read the whole run: the list has only a part of it
+    one = find_runs(entries[0].run.folder)[0]  # read the whole run, since the list has only a part of it
     metrics, checkpoints = one.metrics(None, 100), one.checkpoints(args.verify)
     if args.json:
         output.say_json(
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     bad = one.status.state in _BAD
     for line in end_of_log(one, (20 if bad else 0) if args.log is None else args.log):
         output.say(line)
-    if bad:  # problems come last, where the eye is
+    if bad:  # problems come last, where a reader looks first
         for line in lines_to_go_on(one.status.said):
             output.say(line)
     return 0
