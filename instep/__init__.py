@@ -58,10 +58,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         if find_spec(f"instep.{name}") is not None:  # `from instep import room` first asks for the name as an attribute
             raise AttributeError(name)
-        from instep.utils.porting import no_such_name  # late: only an error needs it
+        from instep.utils.porting import no_such_name  # imported late: only an error needs it
 
         raise no_such_name("instep", name)
-    from instep.utils.imports import without_collections  # late: `import instep` loads nothing
+    from instep.utils.imports import without_collections  # imported late: `import instep` loads nothing
 
     with without_collections():
         value = getattr(import_module(_HOME[name]), name)

@@ -217,7 +217,7 @@ class Recompiles:
         """Log the first reason, if it was not logged yet."""
         if not self.count or self.reason:
             return
-        from torch._dynamo.utils import get_compilation_metrics  # late: loaded by what compiles
+        from torch._dynamo.utils import get_compilation_metrics  # imported late: loaded by what compiles
 
         for metrics in get_compilation_metrics():
             reason, begun = getattr(metrics, "recompile_reason", None), getattr(metrics, "start_time", None) or 0.0
@@ -237,7 +237,7 @@ class Recompiles:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count while the block runs, and report the reason at its end at the latest."""
-        from torch._dynamo.callback import callback_handler  # late: torch's compiler takes a second to load
+        from torch._dynamo.callback import callback_handler  # imported late: torch's compiler takes a second to load
 
         callback_handler.register_end_callback(self._look)
         try:

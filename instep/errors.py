@@ -68,14 +68,14 @@ class SettingError(InstepError, ValueError):
 def _cleaned(text: str) -> str:
     if text.isprintable():
         return text
-    from instep.utils.untrusted_files import clean  # late: it imports this module
+    from instep.utils.untrusted_files import clean  # imported late: it imports this module
 
     return clean(text)
 
 
 def _hint_of(got: Any) -> str:
     """Return a sentence about the replacement of another trainer's object; "" if `got` is no such object."""
-    from instep.utils.porting import hint_of_object  # late: only an error reads these tables
+    from instep.utils.porting import hint_of_object  # imported late: only an error reads these tables
 
     items = got if isinstance(got, list | tuple | set) else (got,)
     return next((f" {hint}." for item in items if (hint := hint_of_object(item))), "")
@@ -284,7 +284,7 @@ def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
         >>> print(one_of("mode", "mim", ("min", "max")))
         mode='mim' is not known. Use one of: min, max. Did you mean 'min'?
     """
-    from instep.utils.porting import OTHER_NAMES  # late: only an error reads these tables
+    from instep.utils.porting import OTHER_NAMES  # imported late: only an error reads these tables
 
     names, text = [str(value) for value in allowed], str(got)
     # get_close_matches returns the nearest name first; a typing error seldom changes a name's beginning or length

@@ -96,7 +96,7 @@ def linear_cross_entropy(
 
 def _local(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None, int, Any]:
     """Return this rank's part of a shared vocabulary, the index of its first word, and the group of the ranks."""
-    from instep.strategies.dtensors import box_of  # late: only tensor parallelism needs it
+    from instep.strategies.dtensors import box_of  # imported late: only tensor parallelism needs it
 
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or not (placements[0].is_shard(0) or placements[0].is_replicate()):

@@ -180,7 +180,7 @@ class Accelerator(ProcessMethods):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         if read_environment().launcher != "none":
-            from instep.health.error_report import report_failures  # late: only ranks need it
+            from instep.health.error_report import report_failures  # imported late: only ranks need it
 
             report_failures()
         group = self._handlers.get(InitProcessGroupKwargs)
@@ -454,7 +454,7 @@ class Accelerator(ProcessMethods):
                 "forward gave, without .item() or float()"
             )
         if not loss.requires_grad:
-            from instep.utils.trainable import why_no_graph  # late: only an error needs it
+            from instep.utils.trainable import why_no_graph  # imported late: only an error needs it
 
             optimized = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
             why = why_no_graph(self._prepared.models.values(), optimized)

@@ -114,7 +114,7 @@ class ParallelismConfig:
         Returns:
             The mesh of all dimensions larger than 1; None if there is none.
         """
-        from torch.distributed import device_mesh  # late: only who asks for a mesh pays for it
+        from torch.distributed import device_mesh  # imported late: only who asks for a mesh pays for it
 
         if not self.active_mesh_dims:
             return None

@@ -290,7 +290,7 @@ class ModelCheckpoint(Callback):
         Raises:
             UsageError: there is no file, and no folder yet.
         """
-        import yaml  # late: not needed where nobody asks
+        import yaml  # imported late: not needed where nobody asks
 
         if filepath is None and self.dirpath is None:
             raise UsageError("to_yaml() has no folder to write into before fit: give a file, to_yaml(filepath)")

@@ -157,7 +157,7 @@ def _torch_generator(state: Any, node: Mapping[str, Any]) -> Any:
 
 
 def _numpy_generator(state: Any, node: Mapping[str, Any]) -> Any:
-    import numpy as np  # late: needed only where a state holds one
+    import numpy as np  # imported late: needed only where a state holds one
 
     if state["bit_generator"] not in _BIT_GENERATORS:
         raise ValueError(f"{state['bit_generator']!r} is no bit generator of numpy")
@@ -385,7 +385,7 @@ class _Encoder:
         return key
 
     def _numpy(self, obj: Any, path: tuple[Any, ...]) -> Any:
-        import numpy as np  # late: only a process that has loaded it comes here
+        import numpy as np  # imported late: only a process that has loaded it comes here
 
         dtype = obj.dtype
         if isinstance(obj, np.ndarray) and dtype.kind in _ARRAY_KINDS and dtype.isnative and not self._inside:
@@ -480,7 +480,7 @@ def _decode_mapping(tag: str, pairs: list[tuple[Any, Any]], node: dict[str, Any]
 
 
 def _decode_numpy(tag: str, value: str, node: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
-    import numpy as np  # late: needed only where a state holds numpy values
+    import numpy as np  # imported late: needed only where a state holds numpy values
 
     if tag == "array":
         array = tensors[value]

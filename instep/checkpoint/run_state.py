@@ -77,7 +77,7 @@ class RunState:
         Raises:
             UnsavableStateError: a value cannot be saved; the text names its owner and key.
         """
-        from instep.checkpoint.codec import encode  # late: only a run that saves pays for it
+        from instep.checkpoint.codec import encode  # imported late: only a run that saves pays for it
 
         tensors, extra = _split(self.weights or {})
         encode(self.shared)
@@ -244,7 +244,7 @@ def load_model_state(
         report: report of what was and was not loaded.
         prefix: prefix of the names in the report.
     """
-    from instep.checkpoint.resume import compare  # late: only who loads pays for it
+    from instep.checkpoint.resume import compare  # imported late: only who loads pays for it
 
     own = {clean_name(name): name for name in shapes}
     fits = compare(report, state, {clean_name(name): shape for name, shape in shapes.items()}, prefix)

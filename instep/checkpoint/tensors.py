@@ -310,7 +310,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    from safetensors import safe_open  # late: needed only where something is read
+    from safetensors import safe_open  # imported late: needed only where something is read
 
     def read() -> tuple[dict[str, Tensor], dict[str, str]]:
         with files_of(path).fetched(path, False) as (local, _), safe_open(local, framework="pt", device="cpu") as file:

@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the script."""
-    import argcomplete  # late: nothing else needs it
+    import argcomplete  # imported late: nothing else needs it
 
     shell = args.shell or Path(os.environ.get("SHELL", "")).name
     if shell not in _SHELLS:
@@ -54,7 +54,7 @@ def complete_subcommand(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
 
 def words_before() -> tuple[list[str], str]:
     """Return the program's words before the one that is being completed, and that word."""
-    from argcomplete.lexers import split_line  # late: only a shell asks for it
+    from argcomplete.lexers import split_line  # imported late: only a shell asks for it
 
     _, word, _, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
     return words[int(os.environ["_ARGCOMPLETE"]) :], word

@@ -62,7 +62,7 @@ class Config:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Ask, and write the file."""
-        from rich.prompt import Confirm  # late: only questions need it
+        from rich.prompt import Confirm  # imported late: only questions need it
 
         path = target(args.config)
         try:
@@ -292,7 +292,7 @@ def _answers(now: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
 
 def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
     """Ask a question until the answer is valid; return None for the answer that means none."""
-    from rich.prompt import Prompt  # late: slow to import
+    from rich.prompt import Prompt  # imported late: slow to import
 
     if isinstance(default, list | tuple):
         default = ",".join(map(str, default))
@@ -403,7 +403,7 @@ def complete_setting(prefix: str, **_: Any) -> list[str]:
 
 def found() -> dict[str, Any]:
     """Return the kind and number of this machine's devices; one process on a CPU."""
-    from instep.state import find_device_kind  # late: loads torch
+    from instep.state import find_device_kind  # imported late: loads torch
 
     kind = find_device_kind("auto")
     return {"accelerator": kind.name, "devices": 1 if kind.name == "cpu" else kind.count()}
@@ -411,6 +411,6 @@ def found() -> dict[str, Any]:
 
 def kinds() -> list[str]:
     """Return the kinds of device on this machine, the best first."""
-    from instep.state import DEVICE_KINDS  # late: loads torch
+    from instep.state import DEVICE_KINDS  # imported late: loads torch
 
     return [name for name, kind in DEVICE_KINDS.items() if kind.count()]

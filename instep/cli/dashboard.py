@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    from instep.dashboard.server import Address, serve  # late: help costs nothing
+    from instep.dashboard.server import Address, serve  # imported late: help costs nothing
     from instep.sweeps import define
 
     address = Address(args.host, args.port, args.token)

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    import torch  # late: seconds
+    import torch  # imported late: seconds
 
     yield "instep", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
@@ -81,13 +81,13 @@ def _versions() -> Iterator[tuple[str, str]]:
     if torch.version.cuda is not None:
         yield "cuda", torch.version.cuda
         if torch.distributed.is_nccl_available():
-            from torch.cuda import nccl  # late: slow to import
+            from torch.cuda import nccl  # imported late: slow to import
 
             yield "nccl", ".".join(map(str, nccl.version()))
 
 
 def _devices() -> Iterator[dict[str, Any]]:
-    import torch  # late: slow to import
+    import torch  # imported late: slow to import
 
     from instep.state import DEVICE_KINDS
 

@@ -55,7 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Estimate every row, and print the table."""
-    from instep.activations.checkpointing import recomputed  # late: loads torch, as the others
+    from instep.activations.checkpointing import recomputed  # imported late: loads torch, as the others
     from instep.cli.memory.estimate import Setup, estimate
     from instep.cli.memory.simulate import process_counts
     from instep.cli.memory.subject import find_subject, json_arguments
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_inference(subject: Subject, dtypes: list[str], as_json: bool) -> int:
-    from instep.cli.memory.inference import loaded_sizes  # late: loads torch
+    from instep.cli.memory.inference import loaded_sizes  # imported late: loads torch
 
     rows = [asdict(row) for row in loaded_sizes(subject, dtypes)]
     if as_json:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         args.fail("-m names a module of Python, --no-python a command without it: give one of them")
     if args.stands_in and args.no_python:
         args.fail("--as is for a script or module of Python: leave --no-python out")
-    # Late: load torch.
+    # Imported late: load torch.
     from instep.config.file import default_file
     from instep.config.layers import resolve
     from instep.config.spec import make_spec
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         output.say_json({"spec": spec_shown, "sources": launch.sources, "ray": launch.settings.ray}, indent=1)
         return 0
     if launch.settings.ray is not None:
-        from instep.launchers.ray import RayLauncher  # late: most need none
+        from instep.launchers.ray import RayLauncher  # imported late: most need none
 
         return RayLauncher(launch.settings.ray).run(spec)
     return run_job(spec)

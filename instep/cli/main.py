@@ -221,7 +221,7 @@ def _run(command: Command, words: list[str]) -> int:
 
 def _complete() -> None:
     """Print the completions after the words of COMP_LINE for the shell, and end the process."""
-    import argcomplete  # late: only a shell that completes pays for it
+    import argcomplete  # imported late: only a shell that completes pays for it
 
     from instep.cli.completion import words_before
 
@@ -268,7 +268,7 @@ def _overview(words: Sequence[str]) -> int:
     if not rest or rest[0] in ("-h", "--help"):
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
-    from instep.utils.porting import COMMANDS_OF_OTHERS  # late: only an error reads these tables
+    from instep.utils.porting import COMMANDS_OF_OTHERS  # imported late: only an error reads these tables
 
     sys.stderr.write(f"{lines[0]}\n")
     names = [" ".join(name[len(group) :]) for name in known if len(name) > len(group)]

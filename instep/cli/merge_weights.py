@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge, and print what was written."""
-    from instep.checkpoint import merge, merge_in_parts  # late: loads torch
+    from instep.checkpoint import merge, merge_in_parts  # imported late: loads torch
 
     out = local_path(args.out)
     is_file = out.suffix == ".safetensors"
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(src: str) -> str | Path:
-    from instep.checkpoint.foreign import find_foreign_folder  # late: loads torch
+    from instep.checkpoint.foreign import find_foreign_folder  # imported late: loads torch
     from instep.checkpoint.manifest import MANIFEST
     from instep.cli.checkpoint.targets import find_one
     from instep.utils.paths import to_path

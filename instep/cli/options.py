@@ -88,7 +88,7 @@ def _add(parser: argparse.ArgumentParser, name: str, shown: str, **kind: Any) ->
 
 def complete_config(prefix: str, **_: Any) -> list[str]:
     """List the completions of `--config` for a shell: templates and files."""
-    from argcomplete.completers import FilesCompleter  # late: only a shell that completes needs it
+    from argcomplete.completers import FilesCompleter  # imported late: only a shell that completes needs it
 
     from instep.config.file import templates
 

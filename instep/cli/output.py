@@ -74,7 +74,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable
     cells = [["" if cell is None else clean(str(cell), "") for cell in row] for row in rows]
     to_right = [name in set(right) for name in headers]
     if sys.stdout.isatty():
-        from rich.console import Console  # late: only a terminal needs it
+        from rich.console import Console  # imported late: only a terminal needs it
         from rich.table import Table
         from rich.text import Text
 

@@ -64,7 +64,7 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the program again and print its steps; 1 where it failed."""
-    from instep.checkpoint import CheckpointStore  # late: loads torch
+    from instep.checkpoint import CheckpointStore  # imported late: loads torch
     from instep.checkpoint.edge import reading
     from instep.cli.checkpoint.targets import find_one
 
@@ -193,12 +193,12 @@ def _ask(command: list[str], folder: str, path: Path, ranks: int) -> None:
 
 
 def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
-    from instep.trainer.guests import REPLAY  # late: loads torch
+    from instep.trainer.guests import REPLAY  # imported late: loads torch
 
     if ranks == 1:
         environment = {**os.environ, REPLAY: order}
         return subprocess.run([sys.executable, *command], cwd=folder, env=environment, stdout=2, check=False).returncode
-    from instep.launch.engine import LaunchSpec, run  # late: loads torch
+    from instep.launch.engine import LaunchSpec, run  # imported late: loads torch
 
     with _as_in(folder):
         return run(LaunchSpec(ranks, tuple(command), env={REPLAY: order}))

@@ -38,10 +38,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, or run as one that a launcher started; 1 if a check failed."""
-    from instep.launch.engine import is_worker  # late: loads torch
+    from instep.launch.engine import is_worker  # imported late: loads torch
 
     if is_worker():
-        from instep.cli import setup_check  # late: it loads torch
+        from instep.cli import setup_check  # imported late: it loads torch
 
         return setup_check.run(args.timeout, args.json)
     if not 0 < args.timeout < _LONGEST_S:

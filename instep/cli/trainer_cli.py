@@ -569,7 +569,8 @@ def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
 
 def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
     """Read from a checkpoint the arguments with which its module was built; nothing from a file of weights."""
-    from instep.checkpoint import CheckpointStore, find_checkpoint  # late: the checkpoint room is loaded when used
+    # Imported late: the checkpoint room is loaded when used
+    from instep.checkpoint import CheckpointStore, find_checkpoint
 
     try:
         folder = find_checkpoint(ckpt_path)

@@ -99,7 +99,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
         The exit code.
     """
     if all(word in _HELP for word in words):
-        # Late: `main` loads this file.
+        # Imported late: `main` loads this file.
         from instep.cli.main import EXIT_USAGE, load, make_parser
 
         parser = make_parser((name,), load((name,)))
@@ -110,7 +110,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:  # as with `python -m`, since the user's modules are in the current folder
         sys.path.insert(0, os.getcwd())
     words = dotted(words)
-    from instep.cli.trainer_cli import TrainerCLI  # late: loads torch and jsonargparse
+    from instep.cli.trainer_cli import TrainerCLI  # imported late: loads torch and jsonargparse
     from instep.launch.engine import is_worker
 
     try:

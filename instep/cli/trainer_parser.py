@@ -257,7 +257,7 @@ class TrainerArgumentParser(ArgumentParser):
         """Dump as jsonargparse does, without the settings that `leave_out` has named."""
         if not self._texts and not self._left_out:
             return super().dump(namespace, *args, **kwargs)
-        import yaml  # late: only where a checkpoint gives texts
+        import yaml  # imported late: only where a checkpoint gives texts
 
         known = namespace.clone()
         for key in self._left_out:
@@ -274,7 +274,10 @@ class TrainerArgumentParser(ArgumentParser):
         return re.sub(r'"(\w+)"|(\w+)', put_in, super().dump(known, *args, **kwargs))
 
     def parse_env(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse variables; without links if they are only part of a command line, which may have a link's source."""
+        """Parse environment variables.
+
+        If the command line is parsed later, links are left out, since the command line may give their sources.
+        """
         partial_result = kwargs.get("_skip_validation", False)
         links = self.__dict__.pop("_links_group", None) if partial_result else None
         try:

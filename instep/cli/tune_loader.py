@@ -42,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every setting, print the table, and write the choice."""
-    from instep.cli.memory.simulate import users_code  # late: loads torch
+    from instep.cli.memory.simulate import users_code  # imported late: loads torch
     from instep.cli.memory.subject import import_path, json_arguments, training_loader
     from instep.data.tune import tune_loader
 
@@ -89,7 +89,7 @@ def check_write(path: Path, data_module: Any) -> None:
     Raises:
         SettingError: the file is there, or the class takes no argument of a `DataLoader`.
     """
-    from instep.data.tune import SETTINGS  # late: loads torch
+    from instep.data.tune import SETTINGS  # imported late: loads torch
 
     if path.exists():
         raise _is_there(path)
@@ -110,7 +110,7 @@ def write_setting(path: Path, setting: dict[str, Any], data_module: Any) -> None
     Raises:
         SettingError: the file is there.
     """
-    import yaml  # late: only who writes needs it
+    import yaml  # imported late: only who writes needs it
 
     from instep.utils.atomic import create_exclusive
 

@@ -266,7 +266,7 @@ class IndexLoader(PreparedLoader):
                 yield next(batches)
         except Exception as error:
             self._name_batch(error, started)
-            from instep.data.read_errors import explain  # late: only an error needs it
+            from instep.data.read_errors import explain  # imported late: only an error needs it
 
             cause = explain(error, started)
             if started is self._started:

@@ -287,7 +287,7 @@ def _dispatched(
     pin: bool,
 ) -> PreparedLoader:
     """Make a loader that rank 0 reads by `read`, in batches of `batch_size`. Each rank gets `size` samples of them."""
-    from instep.data.dispatch import DispatchLoader  # late: only dispatched data pays for it
+    from instep.data.dispatch import DispatchLoader  # imported late: only dispatched data pays for it
 
     whole = False
     if not split:
@@ -373,7 +373,7 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
     lengths = [length for length, _ in everyone]
     common: dict[str, Any] = {"uneven": wanted.uneven, "stateful": stateful, "frozen": frozen, "rewinds": rewinds}
     if divide is not None and None in lengths:
-        from instep.streams.loader import DividedLoader  # late: only streams pay for it
+        from instep.streams.loader import DividedLoader  # imported late: only streams pay for it
 
         def sizes(divided: bool) -> tuple[int | None, int | None]:
             estimate = _lengths(loader, wanted.shard.world_size)[1] if divided else None
@@ -382,7 +382,7 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
             return estimate, wanted.at_most(estimate)
 
         return DividedLoader(loader, wanted.shard, ask=divide == "auto", sizes=sizes, resumable=resumable, **common)
-    from instep.data.stream import StreamLoader  # late: only data in somebody else's order pays for it
+    from instep.data.stream import StreamLoader  # imported late: only data in somebody else's order pays for it
 
     if None in lengths or (len(set(lengths)) > 1 and wanted.uneven == "join"):
         estimate, length = _estimate(mine, everyone, wanted), None
@@ -482,7 +482,7 @@ def _used_and_step(of_rank: dict[str, Any]) -> tuple[int, int]:
 
 
 def _ends(dataset: Any) -> tuple[int, ...]:
-    from instep.data.marks import marks_of_ends  # late: one process needs none
+    from instep.data.marks import marks_of_ends  # imported late: one process needs none
 
     return marks_of_ends(dataset)
 

@@ -144,7 +144,8 @@ class DataModule(HyperParameters):
         Raises:
             CheckpointError: the folder is not a checkpoint, does not verify, or lacks an argument.
         """
-        from instep.trainer.weights import load_datamodule  # late: the Trainer's checkpoints are read above this floor
+        # Imported late: the Trainer's checkpoints are read above this floor
+        from instep.trainer.weights import load_datamodule
 
         return load_datamodule(cls, checkpoint_path, hparams_file, kwargs)
 

@@ -306,7 +306,7 @@ class StreamLoader(PreparedLoader):
             else:
                 yield from self._give_alone()
         except Exception as error:
-            from instep.data.read_errors import explain  # late: only an error needs it
+            from instep.data.read_errors import explain  # imported late: only an error needs it
 
             cause = explain(error, self._started)
             self.close()
@@ -491,7 +491,7 @@ class StreamLoader(PreparedLoader):
         Warn once if this is uncertain.
         """
         if not self._looked_at_sizes:
-            from instep.distributed.uncounted import doubt_of_size  # late: only the first batch needs it
+            from instep.distributed.uncounted import doubt_of_size  # imported late: only the first batch needs it
 
             self._looked_at_sizes = True
             if self.rank == 0 and (doubt := doubt_of_size(batch, getattr(self.loader, "batch_size", None))):

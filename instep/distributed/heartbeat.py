@@ -63,7 +63,7 @@ def recorded() -> list[dict[str, Any]]:
 
     Safe in any thread, also while other threads wait for a device or another rank.
     """
-    from torch._C import _distributed_c10d as c10d  # late: torch.distributed may be missing
+    from torch._C import _distributed_c10d as c10d  # imported late: torch.distributed may be missing
 
     entries: list[dict[str, Any]] = []
     for name in _DUMPS:
@@ -173,7 +173,7 @@ class Heartbeat:
         self.enter("start")
         self.numbers[LIMIT_MS] = max(1, int(1000 * timeout_s))
         assert self._beats is not None
-        from instep.distributed.stragglers import PaceWatch  # late: only who watches needs it
+        from instep.distributed.stragglers import PaceWatch  # imported late: only who watches needs it
 
         with ExitStack() as stack:
             stack.enter_context(closing(Watchdog(self, self._beats, self._slot, timeout_s)))

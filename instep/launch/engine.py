@@ -38,7 +38,7 @@ def run(spec: LaunchSpec) -> int:
     agents = here.launcher in ("slurm", *MPI) and here.local_world_size == 1 and here.world_size == spec.num_nodes
     if here.launcher != "none" and not agents:
         raise UsageError("this process is a rank of a running job; a rank does not start ranks of its own")
-    # Late: torch.distributed.elastic takes a quarter of a second to import, and ranks never need it.
+    # Imported late: torch.distributed.elastic takes a quarter of a second to import, and ranks never need it.
     from instep.launch.agent import run_agent
 
     return run_agent(spec)

@@ -87,7 +87,7 @@ class Forked:
 
     def run(self) -> None:
         """Run as a rank: call the function, send its result, end this process."""
-        import torch  # late: who starts ranks has loaded it
+        import torch  # imported late: who starts ranks has loaded it
 
         parent = os.getppid()
         # Ctrl-C in a terminal then reaches only the agent, which passes it on; and the agent can kill a rank's group

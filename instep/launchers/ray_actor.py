@@ -31,7 +31,7 @@ class Place:
 
     def where(self) -> tuple[str, str, list[str]]:
         """Return the node's id and address, and the numbers of this actor's GPUs."""
-        import ray  # late: an optional package
+        import ray  # imported late: an optional package
 
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
     The `LaunchSpec` comes on stdin; the agent ends with the process whose id is the argument.
     """
-    # Late: an actor needs none of it.
+    # Imported late: an actor needs none of it.
     from instep.launch.agent import run_agent
     from instep.launch.spec import LaunchSpec
 

@@ -123,7 +123,7 @@ class AimLogger(Logger):
         self._track(self._aim.Text(text), name, step)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        from PIL import Image as pillow  # late: it comes with Aim
+        from PIL import Image as pillow  # imported late: it comes with Aim
 
         made = [self._aim.Image(pillow.open(BytesIO(one.png())), one.caption or "") for one in images]
         self._track(made, name, step)

@@ -210,7 +210,7 @@ class Logger:
     @cached_property
     def delivery(self) -> Delivery:
         """Delivery of the records to the tracker: the folder of each run, the waiting records, and the thread."""
-        from instep.loggers.appended import OutputFile  # late: a Trainer without loggers does not need them
+        from instep.loggers.appended import OutputFile  # imported late: a Trainer without loggers does not need them
         from instep.loggers.delivery import Delivery, Writer
 
         kind = type(self)
@@ -338,7 +338,7 @@ class Logger:
         if kind == "metrics":
             self.log_metrics(values, step)
             return
-        from instep.loggers.kinds import MAKERS  # late: it loads NumPy
+        from instep.loggers.kinds import MAKERS  # imported late: it loads NumPy
 
         if kind not in MAKERS:
             raise one_of("kind", kind, ("metrics", *MAKERS))
@@ -439,7 +439,7 @@ class Logger:
             type: such as "model" or "dataset".
         """
         if self.delivery.is_main and _has_place(self, "artifact"):
-            from instep.loggers.kinds import Artifact  # late: it loads NumPy
+            from instep.loggers.kinds import Artifact  # imported late: it loads NumPy
 
             artifact = Artifact(local_path(path).absolute(), name or Path(path).name, type)
             self.delivery.put("_log_artifact", (artifact,))
@@ -451,7 +451,7 @@ class Logger:
             folder: in the git repository. None: the working directory.
         """
         if self.delivery.is_main:
-            from instep.loggers.kinds import code_state  # late: it loads NumPy
+            from instep.loggers.kinds import code_state  # imported late: it loads NumPy
 
             self.delivery.put("_log_code", (code_state(None if folder is None else local_path(folder)),))
 
@@ -483,7 +483,7 @@ class Logger:
         if metrics is not None:
             named = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
             numbers = {name: _number_of(self, name, value) for name, value in named.items()}
-        from instep.loggers.hparams import plain as as_json  # late: not every run has hyperparameters
+        from instep.loggers.hparams import plain as as_json  # imported late: not every run has hyperparameters
 
         if step is not None:
             delivery.last_step = max(delivery.last_step, step)
@@ -566,7 +566,7 @@ class Logger:
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Write plain numbers."""
-        from instep.loggers.backlog import Row  # late: it loads NumPy
+        from instep.loggers.backlog import Row  # imported late: it loads NumPy
 
         self._log_rows([Row(metrics, step, self.delivery.time_s)])
 
@@ -605,13 +605,13 @@ class Logger:
 
     def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
         """Keep a checkpoint: by default an artifact of the type "model"."""
-        from instep.loggers.kinds import Artifact  # late: it loads NumPy
+        from instep.loggers.kinds import Artifact  # imported late: it loads NumPy
 
         self._log_artifact(Artifact(path, path.name, "model"))
 
     def _log_code(self, code: Code) -> None:
         """Keep the state of the program: by default `git.json` and `git.patch` in the folder of logs."""
-        from instep.loggers.kinds import write_code  # late: it loads NumPy
+        from instep.loggers.kinds import write_code  # imported late: it loads NumPy
 
         write_code(code, self.delivery.folder)
 

@@ -567,7 +567,7 @@ class Delivery:
 
 
 def _environment_rank() -> int:
-    from instep.state import read_environment  # late: it loads torch, which a logger alone does not need
+    from instep.state import read_environment  # imported late: it loads torch, which a logger alone does not need
 
     return read_environment().rank
 

@@ -112,7 +112,7 @@ class DVCLiveLogger(Logger):
             self._tracker.summary.update(metrics)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        from PIL import Image as pillow  # late: DVCLive needs it for images
+        from PIL import Image as pillow  # imported late: DVCLive needs it for images
 
         for number, image in enumerate(images):
             file = f"{name}/{step}.png" if len(images) == 1 else f"{name}/{step}_{number}.png"

@@ -70,7 +70,7 @@ def flatten(params: Mapping[str, Any], separator: str = "/") -> dict[str, bool |
 
 def merge_file(path: Path, params: Mapping[str, Any]) -> None:
     """Add hyperparameters to a YAML file of plain values; readers always see a whole file."""
-    import yaml  # late: not every run has hyperparameters
+    import yaml  # imported late: not every run has hyperparameters
 
     values = {**_read(path), **plain(params)}
     with replacing(path, sync=False) as part:

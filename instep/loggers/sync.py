@@ -271,7 +271,7 @@ def _class_of(text: str, note: Path) -> type[Logger]:
 def _check_free(backlog: Path, name: str) -> None:
     """Raise if a running process holds the backlog."""
     with suppress(ImportError, FileNotFoundError):
-        import fcntl  # late: not on every platform
+        import fcntl  # imported late: not on every platform
 
         with open_regular(backlog) as file:
             try:

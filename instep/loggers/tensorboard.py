@@ -222,8 +222,11 @@ class TensorBoardLogger(Logger):
                 "to run the model with. Give example_input, or set `example_input_array` on the module."
             )
             return
-        from instep.distributed import send_to_device  # late: it loads torch, which a logger alone does not need
-        from instep.utils.jit import readable_by_jit  # late: it loads torch, which a logger alone does not need
+        # Imported late: it loads torch, which a logger alone does not need
+        from instep.distributed import send_to_device
+
+        # Imported late: it loads torch, which a logger alone does not need
+        from instep.utils.jit import readable_by_jit
 
         parameter = next(iter(module.parameters()), None)
         if parameter is not None:

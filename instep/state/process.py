@@ -100,7 +100,7 @@ def leave_group(abort: bool) -> None:
 
 
 def reset() -> None:
-    """Drop the record in any case."""
+    """Leave the process group, if there is one, and drop the record even if there is none."""
     global _process, _gone
     leave_group(abort=True)
     _process, _gone = None, "it was reset"

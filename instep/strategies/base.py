@@ -200,7 +200,8 @@ class Strategy:
 
         After this call, the optimizers are made and weights of a checkpoint are loaded.
         """
-        from instep.strategies.materialize import materialize_module  # late: importing the Trainer need not load it
+        # Imported late: importing the Trainer need not load it
+        from instep.strategies.materialize import materialize_module
 
         self.module = module
         self.precision.convert_module(module)
@@ -429,7 +430,8 @@ def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
     """
     if strategy.whole_parameters:
         return
-    from instep.strategies.quantized_state import quantized_tensors  # late: most strategies leave weights whole
+    # Imported late: most strategies leave weights whole
+    from instep.strategies.quantized_state import quantized_tensors
 
     if quantized_tensors(module):
         raise SettingError(

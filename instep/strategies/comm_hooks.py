@@ -74,7 +74,7 @@ class CommHook:
             ddp.register_comm_hook(self._power_state(), _under_own_name(hook))
 
     def _power_state(self) -> Any:
-        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState  # late: few use it
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState  # imported late: few use it
 
         try:
             return PowerSGDState(process_group=None, **self.state)

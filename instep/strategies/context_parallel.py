@@ -242,7 +242,7 @@ class RingAttention(ContextParallel):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        from torch.distributed.tensor.experimental import context_parallel  # late: few runs use it
+        from torch.distributed.tensor.experimental import context_parallel  # imported late: few runs use it
 
         # torch splits buffers in place. The batch is split already, so torch gets a stand-in with the sequence's
         # length.

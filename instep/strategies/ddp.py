@@ -189,7 +189,7 @@ class DDPStrategy(Strategy):
         self.hook = CommHook(comm_hook, comm_wrapper, dict(comm_state or {}))
         self.local_sgd_plan: LocalSGDPlan | None = None
         if comm_hook == "post_local_sgd":
-            from instep.strategies.local_sgd import LocalSGDPlan  # late: few runs take it
+            from instep.strategies.local_sgd import LocalSGDPlan  # imported late: few runs take it
 
             self.local_sgd_plan = LocalSGDPlan.of(self.hook.state)
         self.replicas_diverge = self.local_sgd_plan is not None

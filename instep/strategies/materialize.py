@@ -202,7 +202,8 @@ class Materializer:
         self.without_values |= {f"{name}.{key}" if name else key for key in fresh}
         for entries, key, value in cut:
             if value not in self._made:
-                from torch.distributed.tensor import distribute_tensor  # late: slow, and the Trainer imports this file
+                # Imported late: slow, and the Trainer imports this file
+                from torch.distributed.tensor import distribute_tensor
 
                 drawn = distribute_tensor(entries[key].detach(), value.device_mesh, value.placements)
                 self._made[value] = _parameter_like(value, drawn)

@@ -198,7 +198,8 @@ class MeshStrategy(PipelinedStrategy):
             self._stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         if self.loss_parallel:
-            from torch.distributed.tensor.parallel import loss_parallel  # late: only who cuts tensors pays for it
+            # Imported late: only who cuts tensors pays for it
+            from torch.distributed.tensor.parallel import loss_parallel
 
             # It sets switches of torch for the whole process, which the backward needs as well as the step.
             self._stack.enter_context(loss_parallel())

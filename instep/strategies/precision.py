@@ -213,7 +213,7 @@ class Precision:
         layers or scaling recipes, call torchao's `convert_to_float8_training` in `configure_model`, and use bf16-mixed.
         """
         if self.dtype is not None:
-            from instep.utils.dtypes import cast_module  # late: few runs have weights of another dtype
+            from instep.utils.dtypes import cast_module  # imported late: few runs have weights of another dtype
 
             cast_module(module, self.dtype)
         if self.name == "fp8":
@@ -252,7 +252,8 @@ class Precision:
 
 
 def _compute_in_float8(module: nn.Module, emulate: bool) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # late: optional, and slow to import
+    # Imported late: optional, and slow to import
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     layers = [(name, layer) for name, layer in module.named_modules() if type(layer) is nn.Linear]
     fitting = {

@@ -97,7 +97,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
     Raises:
         HookError: a name fits no submodule. torch itself would only warn.
     """
-    from torch.distributed.tensor.parallel import parallelize_module  # late: only who cuts tensors pays for it
+    from torch.distributed.tensor.parallel import parallelize_module  # imported late: only who cuts tensors pays for it
 
     names = [name.split(".") for name, _ in module.named_modules()]
     # Styles by complete names, since torch warns of modules in which a pattern finds nothing.

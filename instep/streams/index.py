@@ -218,7 +218,7 @@ class Index:
         """Let one process of a machine count while the others wait; these then read the result."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            import fcntl  # late: not on every platform
+            import fcntl  # imported late: not on every platform
         except ImportError:
             yield
             return

@@ -74,7 +74,7 @@ def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
 
 def without_graph(ctx: RunContext, what: str) -> HookError:
     """Return the error for a loss that depends on no trained parameter."""
-    from instep.utils.trainable import why_no_graph  # late: only an error needs it
+    from instep.utils.trainable import why_no_graph  # imported late: only an error needs it
 
     why = why_no_graph([ctx.module], [p for each in ctx.optimizers for p in parameters_of(each)])
     return HookError(f"{what} without a graph (requires_grad is False): {why}.")

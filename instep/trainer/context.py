@@ -346,7 +346,7 @@ class StepCounts:
 
 
 def _run_clock() -> RunClock:
-    from instep.profilers.run_clock import RunClock  # late: only a run pays for it
+    from instep.profilers.run_clock import RunClock  # imported late: only a run pays for it
 
     return RunClock()
 

@@ -66,7 +66,7 @@ def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Setti
 
 def launch(settings: Settings, count: int, command: tuple[str, ...] | None = None) -> NoReturn:
     """Become the agent of `count` ranks that run `command` or else this program again, and exit with their code."""
-    # Late: only a launch pays for it.
+    # Imported late: only a launch pays for it.
     from instep.launch import hydra
     from instep.launch.command import this_command
     from instep.launch.engine import run, spec_for_nodes

@@ -64,7 +64,7 @@ def evaluate(
     if not sources:
         return []
     name = "test" if stage == "test" else "validation"
-    from instep.trainer.outer_counts import OuterCounts  # late: only a run needs it
+    from instep.trainer.outer_counts import OuterCounts  # imported late: only a run needs it
 
     trainer, module, hooks = ctx.trainer, ctx.module, ctx.hooks
     warned = trainer.metrics.warned if ctx.rank == 0 else None
@@ -267,7 +267,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                     warn_of_no_batch(source, "predict", loader_idx)
                 ctx.heartbeat.enter("predict")  # the next loader begins
             if keep and ctx.world_size > 1:
-                from instep.distributed.gathered import gather_in_order  # late: only several ranks need it
+                from instep.distributed.gathered import gather_in_order  # imported late: only several ranks need it
 
                 results = gather_in_order(results, ctx.strategy.data_rank)
             hooks.call("on_predict_epoch_end")

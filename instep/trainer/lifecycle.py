@@ -81,7 +81,7 @@ def open_run(
         is_trial: whether the run only looks for a setting. Nothing of such a run is logged, saved or resumed after a
             restart.
     """
-    from instep.trainer.run_state import TrainerSaver  # late: only a run needs it
+    from instep.trainer.run_state import TrainerSaver  # imported late: only a run needs it
 
     ctx = RunContext(trainer, fn, module, datamodule, ckpt_path, asked, is_trial)
     ctx.saver = TrainerSaver(ctx)
@@ -94,7 +94,7 @@ def open_run(
         error = _explained(caught, ctx)
         _close(ctx, error)
         if isinstance(error, Exception) and read_environment().world_size > 1 and "hydra" in sys.modules:
-            from instep.launch.hydra import end_sweep  # late: only a program with Hydra has one
+            from instep.launch.hydra import end_sweep  # imported late: only a program with Hydra has one
 
             end_sweep(error)
         if error is not caught:
@@ -107,7 +107,7 @@ def _explained(error: BaseException, ctx: RunContext) -> BaseException:
     """Return an error that names the cause, if the text of `error` does not; else `error`."""
     if isinstance(error, InstepError) or not isinstance(error, Exception):
         return error
-    from instep.trainer.error_notes import explain  # late: only an error needs it
+    from instep.trainer.error_notes import explain  # imported late: only an error needs it
 
     with suppress(Exception):  # a user's class may fail to be described: the error itself matters
         if (cause := explain(error, ctx)) is not None:
@@ -150,7 +150,7 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
 
 def _set_up(ctx: RunContext) -> None:
     """Run configure_callbacks › prepare_data › setup › configure_model › weights. Then the module is on its device."""
-    from instep.trainer import run_state  # late: only a run pays for it
+    from instep.trainer import run_state  # imported late: only a run pays for it
 
     trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
     with _unknown_position(ctx):
@@ -160,7 +160,7 @@ def _set_up(ctx: RunContext) -> None:
         callback._module = module
     trainer.profiler.attach(trainer, module)
     if ctx.fn == "fit" and not ctx.is_trial and (ctx.resumes or read_job() is not None):
-        from instep.trainer.newest import newest_state  # late: only a run that goes on by itself has one
+        from instep.trainer.newest import newest_state  # imported late: only a run that goes on by itself has one
 
         ctx.saver.newest = newest_state(ctx)
     ctx.hooks = HookTable(trainer, module, [*ctx.callbacks, *([] if ctx.saver.newest is None else [ctx.saver.newest])])
@@ -239,7 +239,7 @@ def _compile(ctx: RunContext, module: TrainModule) -> None:
     config = ctx.settings.compile
     if config is None and module._compiled_call_impl is None:
         return
-    from instep.compile import Recompiles, compile_regions, compiled_code_in  # late: few runs are compiled
+    from instep.compile import Recompiles, compile_regions, compiled_code_in  # imported late: few runs are compiled
 
     ctx.counts.recompiles = recompiles = Recompiles()
     ctx.exit_stack.enter_context(recompiles.counted())
@@ -292,11 +292,11 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
     if error is not None:
         ctx.trainer.state.status = TrainerStatus.INTERRUPTED
         if failed:
-            from instep.data.seeding import add_note  # late: only a run that fails pays for it
+            from instep.data.seeding import add_note  # imported late: only a run that fails pays for it
 
             add_note(error, _about_device(ctx))
         elif hasattr(ctx, "device"):
-            from instep.trainer.error_notes import add_notes  # late: only an error needs it
+            from instep.trainer.error_notes import add_notes  # imported late: only an error needs it
 
             with suppress(Exception):  # a user's class may fail to be described: the error itself matters
                 add_notes(error, ctx)
@@ -410,7 +410,7 @@ def _note_status(ctx: RunContext, error: BaseException | None) -> None:
 
 def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSummary:
     """Sum up a fit: why it ended, its best checkpoint, and where its time went."""
-    from instep.health.progress_file import plain_metrics  # late: only a run needs it
+    from instep.health.progress_file import plain_metrics  # imported late: only a run needs it
 
     trainer, at = ctx.trainer, ctx.position
     why = ctx.ending.reason if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""

@@ -466,7 +466,8 @@ class MetricLog:
         if self.batch is None:
             return 1.0
         if self._warned is not None and self._hook not in self._warned:
-            from instep.distributed.uncounted import doubt_of_size  # late: only the first batch of a hook needs it
+            # Imported late: only the first batch of a hook needs it
+            from instep.distributed.uncounted import doubt_of_size
 
             self._warned.add(self._hook)
             if doubt := doubt_of_size(self.batch):

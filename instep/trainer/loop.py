@@ -133,7 +133,7 @@ def _call_configure(module: TrainModule) -> Any:
     try:
         return module.configure_optimizers()
     except (TypeError, ValueError) as error:
-        from instep.utils.trainable import why_no_optimizer  # late: only an error needs it
+        from instep.utils.trainable import why_no_optimizer  # imported late: only an error needs it
 
         if why := why_no_optimizer(error, module):
             raise HookError(f"{type(module).__name__}.configure_optimizers: {why}.") from error
@@ -162,7 +162,7 @@ def resume(ctx: RunContext) -> None:
 
     Random generators are restored later, when the epoch begins.
     """
-    from instep.trainer.run_state import resume_training  # late: only a run needs it
+    from instep.trainer.run_state import resume_training  # imported late: only a run needs it
 
     plan, trainer, at = ctx.resume, ctx.trainer, ctx.position
     if plan is None:
@@ -289,7 +289,7 @@ def still_stops(ctx: RunContext) -> bool:
     The metric that EarlyStopping watches may have become better since then, so the last verdict of EarlyStopping
     counts. A stop for any other reason remains.
     """
-    from instep.callbacks.early_stopping import WORD  # late: few runs have a minimum to wait for
+    from instep.callbacks.early_stopping import WORD  # imported late: few runs have a minimum to wait for
 
     trainer, ctx.ending.waits = ctx.trainer, False
     verdicts = [each for each in trainer.early_stopping_callbacks if each.stopping_reason.value]

@@ -172,7 +172,7 @@ def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
         for index, metrics in enumerate(results):
             print(f"{stage} (loader {index}): {json.dumps(metrics)}")  # noqa: T201  verbose=True asks for it
         return
-    from rich.console import Console  # late: only where people look
+    from rich.console import Console  # imported late: only where people look
     from rich.table import Table
     from rich.text import Text
 

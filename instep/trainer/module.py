@@ -485,7 +485,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         if self.trainer.world_size == 1:
             return data
         if sync_grads or group is not None:
-            from torch.distributed.nn.functional import all_gather  # late: slow to import
+            from torch.distributed.nn.functional import all_gather  # imported late: slow to import
 
             group = group or torch.distributed.group.WORLD
             with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
@@ -534,7 +534,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             CheckpointError: the folder is not a checkpoint, does not verify, lacks an argument, or names a class or
                 function that is not allowed.
         """
-        from instep.trainer.weights import load_module  # late: the checkpoint room is loaded when used
+        from instep.trainer.weights import load_module  # imported late: the checkpoint room is loaded when used
 
         return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs, which_weights)
 
@@ -586,7 +586,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             UnsavableStateError: a hyperparameter is no plain value.
         """
-        from instep.pretrained import save_pretrained  # late: the checkpoint room is loaded when used
+        from instep.pretrained import save_pretrained  # imported late: the checkpoint room is loaded when used
 
         return save_pretrained(self, save_directory, max_shard_size, push_to_hub, repo_id, push_to_hub_kwargs)
 
@@ -606,7 +606,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             MissingPackageError: huggingface_hub is not installed.
             CheckpointError: the hub refuses, or cannot be reached.
         """
-        from instep.pretrained import push_pretrained  # late: the checkpoint room is loaded when used
+        from instep.pretrained import push_pretrained  # imported late: the checkpoint room is loaded when used
 
         return push_pretrained(self, repo_id, max_shard_size, **push_to_hub_kwargs)
 
@@ -650,7 +650,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             CheckpointError: the model does not fit the class, or the hub refuses or cannot be reached.
             MissingPackageError: the model is not on this machine, and huggingface_hub is not installed.
         """
-        from instep.trainer.weights import load_pretrained  # late: the checkpoint room is loaded when used
+        from instep.trainer.weights import load_pretrained  # imported late: the checkpoint room is loaded when used
 
         return load_pretrained(
             cls,
@@ -684,7 +684,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             SettingError: there is no input.
             UsageError: the module is sharded over processes.
         """
-        from instep import export  # late: only who exports pays for it
+        from instep import export  # imported late: only who exports pays for it
 
         return export.to_onnx(self, file_path, input_sample, **kwargs)
 
@@ -704,7 +704,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             SettingError, UsageError: as in `to_onnx`.
         """
-        from instep import export  # late: only who exports pays for it
+        from instep import export  # imported late: only who exports pays for it
 
         return export.to_exported_program(self, file_path, input_sample, **kwargs)
 
@@ -725,7 +725,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             SettingError, UsageError: another method; no input to trace with; a module that is sharded over processes.
         """
-        from instep import export  # late: only who exports pays for it
+        from instep import export  # imported late: only who exports pays for it
 
         return export.to_torchscript(self, file_path, method, example_inputs, **kwargs)
 
@@ -755,7 +755,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             SettingError: there is no input, or the output format does not fit.
             UsageError: there is no CUDA device.
         """
-        from instep import export  # late: only who exports pays for it
+        from instep import export  # imported late: only who exports pays for it
 
         return export.to_tensorrt(
             self, file_path, input_sample, ir, output_format, retrace, default_device, **compile_kwargs
@@ -787,7 +787,7 @@ def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0
         offered: their names in order, such as ("batch", "batch_idx", "dataloader_idx").
         needed_only: how many of the last ones are given only to a parameter that has no default.
     """
-    from instep.utils.porting import STEP_ARGUMENTS  # late: importing the Trainer does not pay for the tables
+    from instep.utils.porting import STEP_ARGUMENTS  # imported late: importing the Trainer does not pay for the tables
 
     parameters = list(inspect.signature(step).parameters.values())
     for p in parameters:

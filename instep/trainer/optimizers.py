@@ -223,7 +223,7 @@ def _kind(value: Any) -> str:
 
 
 def _warn_about_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    from instep.utils.trainable import hidden_parameters, say_hidden  # late: only a fit needs it
+    from instep.utils.trainable import hidden_parameters, say_hidden  # imported late: only a fit needs it
 
     inside = names_of(module)
     trained = {p for optimizer in optimizers for p in parameters_of(optimizer)}

@@ -26,7 +26,7 @@ def own_command(settings: Settings) -> dict[str, Any] | None:
 
     Secrets among its arguments are left out. A mark shows that this user wrote the command.
     """
-    from instep.launch import hydra  # late: only who saves pays for it
+    from instep.launch import hydra  # imported late: only who saves pays for it
     from instep.launch.command import this_command
 
     try:

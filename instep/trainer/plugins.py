@@ -166,7 +166,7 @@ def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Call
         callbacks.append(room.LiveProgressBar())
     if settings.enable_checkpointing and not any(map(saves, callbacks)):
         callbacks.append(room.ModelCheckpoint())
-    from instep.callbacks.external import external_callbacks  # late: importing the Trainer does not pay for it
+    from instep.callbacks.external import external_callbacks  # imported late: importing the Trainer does not pay for it
 
     callbacks += external_callbacks()
     _check_bars(callbacks)
@@ -305,7 +305,7 @@ def check_hooks(ctx: RunContext) -> None:
         HookError: a hook is missing, or comes from Lightning 1.x; then the text names its successor.
         UsageError: a setting has no effect in manual optimization.
     """
-    from instep.utils.porting import HOOKS_GONE  # late: importing the Trainer does not pay for the tables
+    from instep.utils.porting import HOOKS_GONE  # imported late: importing the Trainer does not pay for the tables
 
     module, name = ctx.module, type(ctx.module).__name__
     if ctx.rank == 0:
@@ -366,7 +366,7 @@ def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
     names = {name for name in names if name.startswith("on_")} | loaders
     if not names:
         return
-    from instep.utils.porting import HOOKS_UNCALLED  # late: importing the Trainer does not pay for the tables
+    from instep.utils.porting import HOOKS_UNCALLED  # imported late: importing the Trainer does not pay for the tables
 
     hooks = [name for name in dir(base) if name.startswith("on_") and callable(getattr(base, name))]
     needed = f"{_LOADER_OF.get(fn, fn)}_dataloader"

@@ -402,7 +402,7 @@ class RunFolder:
             on_rank_zero(lambda: begin_status(folder, content), f"writing {folder / NAME}")
             self._status = content
             if ctx.rank == 0:
-                from instep.health.progress_file import ProgressFile  # late: only a run needs it
+                from instep.health.progress_file import ProgressFile  # imported late: only a run needs it
 
                 tell_run_folder(folder)
                 ctx.exit_stack.push(ProgressFile(folder, partial(self._progress, ctx)).close)
@@ -475,7 +475,7 @@ class RunFolder:
 
     def _progress(self, ctx: RunContext) -> dict[str, Any]:
         """Return the progress of the run. Called in a thread, so only values on the host are read."""
-        from instep.health.progress_file import plain_metrics  # late: only a run needs it
+        from instep.health.progress_file import plain_metrics  # imported late: only a run needs it
 
         trainer, progress = ctx.trainer, ctx.trainer.progress
         return {
@@ -551,7 +551,7 @@ def _hint(folder: Path) -> str:
     """Return why "auto" never finds a run in a folder that Hydra names by the time; "" for other folders."""
     if "hydra" not in sys.modules:
         return ""
-    from instep.launch.hydra import new_folder  # late: only a program with Hydra asks
+    from instep.launch.hydra import new_folder  # imported late: only a program with Hydra asks
 
     new = new_folder()
     if new is None or (folder != new and new not in folder.parents):

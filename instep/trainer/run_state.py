@@ -65,7 +65,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
     state_dict = strategy.model_state()
     left_out: dict[str, Any] = {}
     if ctx.module.checkpoint_filter is not None:
-        from instep.checkpoint.resume import LeftOutWeights  # late: few modules leave weights out
+        from instep.checkpoint.resume import LeftOutWeights  # imported late: few modules leave weights out
 
         ctx.saver.left_out = ctx.saver.left_out or LeftOutWeights()
         left_out = ctx.saver.left_out.collect(ctx.module, strategy, state_dict)
@@ -449,7 +449,7 @@ def _leave_position(
 
 def _take_up_line(ctx: RunContext, plan: ResumePlan, reader: Reader) -> None:
     """Continue the line of a checkpoint, and report how far its run had come. Collective."""
-    from instep.checkpoint.scan import CheckpointInfo, list_checkpoints  # late: only a resume needs it
+    from instep.checkpoint.scan import CheckpointInfo, list_checkpoints  # imported late: only a resume needs it
 
     trainer, manifest = ctx.trainer, reader.manifest
     folder = trainer.run_folder
@@ -476,7 +476,7 @@ def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
     Returns:
         By name, the weights that are not read from the checkpoint that `configure_model` has named.
     """
-    from instep.strategies.materialize import await_weights, deferred_weights  # late: only a resume needs it
+    from instep.strategies.materialize import await_weights, deferred_weights  # imported late: only a resume needs it
 
     if not deferred_weights(ctx.module):
         return {}
@@ -534,7 +534,7 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
     if rest:  # a hook has removed them from the state dict
         ctx.strategy.load_model_state(rest, strict=False)
     if absent:
-        from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out  # late: rare
+        from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out  # imported late: rare
 
         ctx.saver.left_out = ctx.saver.left_out or LeftOutWeights()
         ctx.saver.left_out.held |= set(names)
@@ -582,7 +582,7 @@ def _resume_callbacks(ctx: RunContext, plan: ResumePlan, states: dict[str, Any])
 
 
 def _warn_of_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    from instep.utils.rebuild import means_the_same  # late: only a resume needs it
+    from instep.utils.rebuild import means_the_same  # imported late: only a resume needs it
 
     changed = [key for key in saved.keys() & now.keys() if not means_the_same(saved[key], now[key])]
     if changed:
@@ -739,8 +739,8 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
             f"place in the data{_layout(state, ctx)}. Resume as it was saved, or from a checkpoint at an epoch's end.",
             path=saved.path,
         )
-    # At an epoch's end only data with a state that lasts longer than an epoch needs it. There the data may be
-    # exchanged.
+    # At an epoch's end, only data whose state lasts over epochs needs its state. A new data set that cannot load it
+    # is allowed there.
     with suppress(*[DataError] * at.epoch_ended), loading_state(saved.path, "the data"):
         ctx.source.load_state_dict(data)
     if not at.epoch_ended:

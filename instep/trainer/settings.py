@@ -121,7 +121,7 @@ def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple | set):
-        from instep.loggers import logger_class  # late: not every run names its loggers
+        from instep.loggers import logger_class  # imported late: not every run names its loggers
 
         value = [logger_class(one)() if isinstance(one, str) else one for one in value]
         kinds = [type(one) for one in value if type(one).__name__ in _ONE_FILE and getattr(one, "save_dir", 0) is None]
@@ -144,7 +144,7 @@ def _profiler(name: str, value: Any) -> str | Profiler:
 
 
 def _compile(name: str, value: Any) -> Any:
-    from instep.compile import resolve_compile  # late: few runs are compiled
+    from instep.compile import resolve_compile  # imported late: few runs are compiled
 
     return resolve_compile(name, value)
 
@@ -298,7 +298,7 @@ ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", 
 
 def no_attribute(name: str) -> AttributeError:
     """Return the error for an attribute that the Trainer does not have, with a hint if Lightning's has it."""
-    from instep.utils.porting import ATTRIBUTES  # late: only an error reads these tables
+    from instep.utils.porting import ATTRIBUTES  # imported late: only an error reads these tables
 
     hint = None if name.startswith("_") else ATTRIBUTES["Trainer"].get(name)
     return AttributeError(f"Trainer has no attribute {name!r}{f': {hint}' if hint else ''}")
@@ -354,7 +354,7 @@ def reject_unknown(given: Mapping[str, Any]) -> None:
     unknown = [name for name in given if name not in _CHECKS]
     if not unknown:
         return
-    from instep.utils.porting import instead_of  # late: only an error reads these tables
+    from instep.utils.porting import instead_of  # imported late: only an error reads these tables
 
     problems = {}
     for name in unknown:

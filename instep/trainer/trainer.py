@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-import instep.trainer.own_command  # noqa: F401  at once: it keeps the folder that the program was started in
+import instep.trainer.own_command  # noqa: F401  records the folder of the program's start
 from instep.callbacks.base import Callback
 from instep.checkpoint.lineage import Line
 from instep.data import DataModule
@@ -351,7 +351,7 @@ class Trainer:
         datamodule, train_dataloaders = check_data(datamodule, train_dataloaders, val_dataloaders)
         ckpt_path = self._chosen(ckpt_path)
         if resume is not None:
-            from instep.trainer.run_state import check_resume  # late: only a run needs it
+            from instep.trainer.run_state import check_resume  # imported late: only a run needs it
 
             check_resume(resume, ckpt_path)
         self._launch()
@@ -643,7 +643,7 @@ class Trainer:
 
     def trial(self) -> Trial:
         """Make a trial: steps that leave no trace, for callbacks that search for a setting; see `Trial`."""
-        from instep.trainer.trials import Trial  # late: only who looks for one pays for it
+        from instep.trainer.trials import Trial  # imported late: only who looks for one pays for it
 
         return Trial(self._run)
 
@@ -806,7 +806,7 @@ class Trainer:
         """All loggers."""
         if self._loggers is None:
             if self.settings.logger is True:
-                from instep.loggers import TensorBoardLogger  # late: loads the logger, not tensorboard
+                from instep.loggers import TensorBoardLogger  # imported late: loads the logger, not tensorboard
 
                 self._loggers = [TensorBoardLogger()]
             else:

@@ -129,7 +129,7 @@ def load_into(
     """
     try:
         if absent:
-            from instep.checkpoint.resume import rest_of  # late: few checkpoints leave weights out
+            from instep.checkpoint.resume import rest_of  # imported late: few checkpoints leave weights out
 
             shapes, strict = rest_of(shapes, state, absent, strict, report.path), False
         load_model_state(load, shapes, state, strict, report)
@@ -145,7 +145,7 @@ def load_into(
 
 def _read_hparams(path: Path) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml"):
-        from instep.utils import plain_yaml  # late: only who has such a file pays for it
+        from instep.utils import plain_yaml  # imported late: only who has such a file pays for it
 
         values = plain_yaml.load(plain_yaml.read_text(path), path)
         if not named(values or {}):
@@ -179,10 +179,11 @@ def _make(
         arguments: arguments of the program, which take precedence over all others.
         of_json: whether the saved hyperparameters come from a JSON file, in which a path is a text.
     """
-    from instep.utils.rebuild import build_configured, cannot_make, with_structures  # late: only who loads weights
+    # Imported late: only who loads weights
+    from instep.utils.rebuild import build_configured, cannot_make, with_structures
 
     if hparams_file is not None:
-        from instep.loggers.hparams import plain  # late: few have such a file
+        from instep.loggers.hparams import plain  # imported late: few have such a file
 
         # in the file of a logger, a class or a path is written as a text
         given = _read_hparams(local_path(hparams_file))
@@ -211,7 +212,7 @@ def load_datamodule(cls: type[T], path: Location, hparams_file: PathLike | None,
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file of weights, which holds nothing of a datamodule", path=folder)
     shared = saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)).shared
-    from instep.data import DataModule  # late: it is not always loaded
+    from instep.data import DataModule  # imported late: it is not always loaded
 
     saved = shared.get("datamodule_hyper_parameters")
     if saved is None:
@@ -281,7 +282,8 @@ def _loaded(
         absent,
     )
     if absent:
-        from instep.checkpoint.resume import check_left_out, digests_of  # late: few checkpoints leave weights out
+        # Imported late: few checkpoints leave weights out
+        from instep.checkpoint.resume import check_left_out, digests_of
 
         now = digests_of(module.state_dict(), absent, absent)
         check_left_out(absent, now, path, module, _strictness(module, strict))

@@ -127,7 +127,7 @@ def _beside(path: Path) -> Path:
 def fsync(fd: int) -> None:
     """Wait until all writes to an open file are on the disk."""
     try:
-        import fcntl  # late: not on every platform
+        import fcntl  # imported late: not on every platform
 
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS only: there fsync leaves the data in the drive's cache
     except (ImportError, AttributeError):

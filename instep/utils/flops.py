@@ -78,7 +78,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        from torch.utils.flop_counter import flop_registry  # late: few runs count
+        from torch.utils.flop_counter import flop_registry  # imported late: few runs count
 
         aten = torch.ops.aten
         self.counts: Counter[Any] = Counter()

@@ -74,7 +74,7 @@ def plain_values(value: Any) -> Any:
         >>> plain_values(Namespace(lr=0.1, net=AttributeDict(width=8)))
         {'lr': 0.1, 'net': {'width': 8}}
     """
-    from instep.utils.named import Named, is_code, name_of  # late: importing the Trainer does not pay for it
+    from instep.utils.named import Named, is_code, name_of  # imported late: importing the Trainer does not pay for it
 
     def as_key(key: Any) -> Any:  # dict keys must be hashable, so a dataclass as key stays as it is
         return plain_values(key) if isinstance(key, tuple) or is_code(key) else key
@@ -201,7 +201,7 @@ class HyperParameters:
         configured = _configured.get()
         if configured is not None and type(self) is configured[0] and self._hparams_name is None:
             chosen |= {name: value for name, value in configured[1].items() if name in chosen or name == CLASS_PATH}
-        from torch import nn  # late: loggers read this file without torch
+        from torch import nn  # imported late: loggers read this file without torch
 
         modules = [name for name, value in chosen.items() if isinstance(value, nn.Module)]
         if modules:

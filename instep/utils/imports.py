@@ -58,7 +58,7 @@ def check_torch(major: int, minor: int, *, purpose: str) -> None:
     Raises:
         MissingPackageError: the text has the purpose, both versions and the `pip install`.
     """
-    import torch  # late: this file is read before torch is
+    import torch  # imported late: this file is read before torch is
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor):
         wanted = f"torch>={major}.{minor}"
@@ -110,7 +110,7 @@ def check_version(package: str, *, extra: str | None, purpose: str) -> None:
 @cache
 def _versions(package: str) -> tuple[str, str | None]:
     """Return a package's installed version, and the range that it violates; None if it fits."""
-    from packaging.requirements import Requirement  # late: 30 ms, which importing the Trainer does not pay
+    from packaging.requirements import Requirement  # imported late: 30 ms, which importing the Trainer does not pay
     from packaging.utils import canonicalize_name
 
     name = canonicalize_name(_distribution(package))
@@ -169,7 +169,7 @@ def loads(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], l
             # `from package import file` first asks for the name as an attribute
             if find_spec(f"{package}.{name}") is not None:
                 raise AttributeError(name)
-            from instep.utils.porting import no_such_name  # late: only an error reads these tables
+            from instep.utils.porting import no_such_name  # imported late: only an error reads these tables
 
             raise no_such_name(package, name)
         value = getattr(import_module(home[name]), name)

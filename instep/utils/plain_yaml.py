@@ -59,7 +59,7 @@ def load(text: str, where: object) -> Any:
 
 def compose(text: str, where: object) -> tuple[Any, Any]:
     """Return the library's node tree, with line numbers, and the plain values; None for an empty text."""
-    import yaml  # late: not needed where there is no file
+    import yaml  # imported late: not needed where there is no file
 
     try:
         _check_size(text, where)
@@ -79,7 +79,7 @@ def compose(text: str, where: object) -> tuple[Any, Any]:
 
 def _check_size(text: str, where: object) -> None:
     """Count the values to which a text expands, before any of them is built."""
-    import yaml  # late: not needed where there is no file
+    import yaml  # imported late: not needed where there is no file
 
     if len(text) > MAX_BYTES:
         raise SettingError(f"{where} has more than {MAX_BYTES:,} characters. {_HOW_ELSE}.", field="config")
@@ -123,7 +123,7 @@ def _check_size(text: str, where: object) -> None:
 
 def _base() -> Any:
     """Return the library's loader of plain values: the C version if there is one, which is twenty times as fast."""
-    import yaml  # late: not needed where there is no file
+    import yaml  # imported late: not needed where there is no file
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -139,9 +139,9 @@ _INNER = 3  # frames of lightning-utilities between these functions and `warning
 
 def _library() -> Any:
     """Return lightning-utilities' module after setting its rank to this process's."""
-    from lightning_utilities.core import rank_zero  # late: 40 ms, which importing the Trainer does not pay
+    from lightning_utilities.core import rank_zero  # imported late: 40 ms, which importing the Trainer does not pay
 
-    from instep.state import process, read_environment  # late: loads torch
+    from instep.state import process, read_environment  # imported late: loads torch
 
     place = process.held().environment if process.is_held() else read_environment()
     rank_zero.rank_zero_only.rank = place.rank  # pyright: ignore[reportFunctionMemberAccess]

@@ -295,7 +295,7 @@ def _order(indices: list[Any]) -> np.ndarray | None:
 
 
 def _write_tensors(path: Path, columns: dict[str, Any]) -> None:
-    from safetensors.torch import save_file  # late: of no use to who only trains
+    from safetensors.torch import save_file  # imported late: of no use to who only trains
 
     wrong = next((name for name, column in columns.items() if not isinstance(column, Tensor)), None)
     if wrong == "index":
@@ -311,7 +311,7 @@ def _write_tensors(path: Path, columns: dict[str, Any]) -> None:
 
 def _join_tensors(path: Path, parts: list[Path]) -> None:
     """Join files into one, with a few thousand rows in memory at a time."""
-    from safetensors import safe_open  # late: only this format needs it
+    from safetensors import safe_open  # imported late: only this format needs it
 
     from instep.checkpoint.tensors import framing
 

@@ -83,7 +83,7 @@ class QuantizationAwareTraining(Callback):
         self.filter_fn = filter_fn
 
     def _default(self) -> Any:
-        import torch  # late: with the rest of torchao's words
+        import torch  # imported late: with the rest of torchao's words
         from torchao.quantization.granularity import PerGroup
 
         return self._torchao.Int8DynamicActivationIntxWeightConfig(

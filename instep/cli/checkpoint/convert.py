@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was left out."""
-    from instep.checkpoint.edge import reading  # late: loads torch
+    from instep.checkpoint.edge import reading  # imported late: loads torch
     from instep.cli.checkpoint import contents, foreign
 
     kind, source = _source(args.src)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(src: str) -> tuple[str, Path]:
-    from instep.checkpoint.manifest import MANIFEST  # late: loads torch
+    from instep.checkpoint.manifest import MANIFEST  # imported late: loads torch
     from instep.cli.checkpoint.foreign import is_accelerate
     from instep.cli.checkpoint.targets import find_one
 

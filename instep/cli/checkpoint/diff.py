@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the differences; 1 where there are any."""
-    from instep.checkpoint import CheckpointStore  # late: loads torch
+    from instep.checkpoint import CheckpointStore  # imported late: loads torch
     from instep.checkpoint.edge import reading
     from instep.cli.checkpoint.targets import find_one
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
-    from instep.checkpoint.reader import whole_name  # late: loads torch
+    from instep.checkpoint.reader import whole_name  # imported late: loads torch
 
     names_a, names_b = (
         {
@@ -103,7 +103,7 @@ def _records(name: str, reader: Reader) -> list[Any]:
 
 
 def _json(name: str, reader: Reader) -> Any:
-    from instep.checkpoint.lazy import join_trees  # late: loads torch
+    from instep.checkpoint.lazy import join_trees  # imported late: loads torch
 
     return join_trees(map(reader.json, reader.files_of(name)))
 
@@ -119,7 +119,7 @@ def _tensors(name: str, a: Reader, b: Reader) -> Iterator[dict[str, Any]]:
 
 
 def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
-    import torch  # late: slow to import
+    import torch  # imported late: slow to import
 
     if a.shape != b.shape or a.dtype != b.dtype:
         kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (a, b)]

@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list; 1 where something in it is broken."""
     from instep.checkpoint.described import describe, holder
-    from instep.cli.checkpoint.targets import find  # late: loads torch
+    from instep.cli.checkpoint.targets import find  # imported late: loads torch
 
     folders = [
         {
@@ -49,7 +49,7 @@ def _print(folder: dict[str, Any], number: int) -> None:
     if number:
         output.say()
     output.say(folder["folder"])
-    from instep.checkpoint.described import state_of  # late: loads torch
+    from instep.checkpoint.described import state_of  # imported late: loads torch
 
     lease = folder["lease"]
     if lease is not None:

@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the content."""
-    from instep.checkpoint import CheckpointStore  # late: loads torch
+    from instep.checkpoint import CheckpointStore  # imported late: loads torch
     from instep.checkpoint.edge import reading
     from instep.checkpoint.scan import Broken
     from instep.cli.checkpoint.targets import candidates, pass_over
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _content(reader: Reader) -> dict[str, Any]:
-    from instep.checkpoint.reader import whole_name  # late: loads torch
+    from instep.checkpoint.reader import whole_name  # imported late: loads torch
     from instep.cli.checkpoint.contents import read_headers
 
     manifest = reader.manifest
@@ -85,7 +85,7 @@ def _content(reader: Reader) -> dict[str, Any]:
 
 def _optimizers(reader: Reader) -> Any:
     """List kinds and options of the optimizers, without moments; None if none has the Trainer's form."""
-    from instep.checkpoint import decode  # late: loads torch
+    from instep.checkpoint import decode  # imported late: loads torch
     from instep.checkpoint.lazy import join_trees
 
     if not reader.has_state("optimizer"):
@@ -101,7 +101,7 @@ class _AnyTensor(dict[str, Any]):
     """Stand-ins for tensors that are not read; a learning rate may be a tensor."""
 
     def __missing__(self, key: str) -> Any:
-        import torch  # late: slow to import
+        import torch  # imported late: slow to import
 
         return torch.empty(0, device="meta")
 

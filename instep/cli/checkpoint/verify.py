@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a verdict for each; 1 where one of them does not verify."""
     from instep.checkpoint.described import sizes
-    from instep.checkpoint.scan import Broken  # late: loads torch
+    from instep.checkpoint.scan import Broken  # imported late: loads torch
     from instep.cli.checkpoint.targets import find
 
     results: list[dict[str, Any]] = []

@@ -358,7 +358,7 @@ def _shapes_aside(count: Bytes) -> Iterator[None]:
 
 
 def _mesh_strategy() -> type[Strategy]:
-    from instep.strategies.mesh import MeshStrategy  # late: tensor parallelism, for who asks for it
+    from instep.strategies.mesh import MeshStrategy  # imported late: tensor parallelism, for who asks for it
 
     return MeshStrategy
 
@@ -366,7 +366,7 @@ def _mesh_strategy() -> type[Strategy]:
 @contextmanager
 def _group(size: int) -> Iterator[None]:
     """Make a process group of `size` ranks, of which only this process exists."""
-    # Late: half a second. The first gives older torch the sizes of what collectives return.
+    # Imported late: half a second. The first gives older torch the sizes of what collectives return.
     import torch.distributed._tools.fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -70,9 +70,9 @@ def _skipped(part: str) -> bool:
 
 
 def _migrate(path: Path) -> dict[str, Any]:
-    import libcst  # late: an extra, and slow
+    import libcst  # imported late: an extra, and slow
 
-    from instep.cli.migrate.rewrite import migrate  # late: it needs libcst
+    from instep.cli.migrate.rewrite import migrate  # imported late: it needs libcst
 
     try:
         with path.open(encoding="utf-8", newline="") as file:  # newline="" keeps the line ends of the file

@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the samples."""
-    from instep.streams.ledger import lines_of, samples_in  # late: loads torch
+    from instep.streams.ledger import lines_of, samples_in  # imported late: loads torch
 
     answer = samples_in([entry.run.folder for entry in find([args.path])], args.step, args.rank, args.cache)
     output.say_json(answer) if args.json else output.say("\n".join(lines_of(answer)))

@@ -138,7 +138,7 @@ def _print_metrics(metrics: Metrics) -> None:
 def _print_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
     if not checkpoints:
         return
-    from instep.checkpoint.described import state_of  # late: loads torch, for a run that has checkpoints
+    from instep.checkpoint.described import state_of  # imported late: loads torch, for a run that has checkpoints
 
     output.say("\ncheckpoints")
     rows = [

@@ -151,14 +151,14 @@ class OneGraph(StepGuest):
 
 def why_no_backward_in_graph() -> str:
     """Return why this torch cannot have a backward within a compiled graph; "" where it can."""
-    from torch._dynamo import config  # late: torch's compiler takes a second to load
+    from torch._dynamo import config  # imported late: torch's compiler takes a second to load
 
     return "" if hasattr(config, "trace_autograd_ops") else f"torch {torch.__version__} does not trace a backward"
 
 
 def backward_in_graph() -> AbstractContextManager[Any]:
     """Make torch trace `loss.backward()` into the graph compiled in the `with` block."""
-    from torch._dynamo import config  # late: torch's compiler takes a second to load
+    from torch._dynamo import config  # imported late: torch's compiler takes a second to load
 
     return config.patch(trace_autograd_ops=True)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -149,7 +149,8 @@ class _Recorder(Callback):
     def _end(self, trainer: Trainer) -> NoReturn:
         """End the process at once: hooks and the program must not act on a run that only repeats another one."""
         self._file.close()
-        from instep.distributed.after_error import all_arrive  # late: importing the Trainer does not pay for it
+        # Imported late: importing the Trainer does not pay for it
+        from instep.distributed.after_error import all_arrive
 
         all_arrive(_ALL_ARRIVE_S)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without it torch's DataLoader raises here for a killed worker
