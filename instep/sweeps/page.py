@@ -35,8 +35,10 @@ _STYLE = (Path(__file__).parent / "page.css").read_text()
 _PATH = "/sweep"
 _TEXT_OF = "p => p.data['c' + p.colDef.field.slice(1)]"
 _ON_ROWS = """e => {
-  const shown = e.api.getColumnDefs().map(column => column.headerName);
-  e.api.forEachNode(node => { node.setSelected(node.data.ticked); shown.push(node.id) });
+  const nodes = [], shown = e.api.getColumnDefs().map(column => column.headerName);
+  e.api.forEachNode(node => { nodes.push(node); shown.push(node.id) });
+  for (const newValue of [false, true])
+    e.api.setNodesSelected({nodes: nodes.filter(node => node.data.ticked === newValue), newValue});
   if (e.api.fitted !== String(shown)) requestAnimationFrame(() => e.api.autoSizeAllColumns());
   e.api.fitted = String(shown);
 }"""  # column widths that a person set stay while only values change
@@ -82,7 +84,6 @@ class Page(Refreshing):
         self._desk = Desk(source, sweep, may_write, self.refresh)
         self._ids: dict[Path, str] = {}
         self._ticked: set[Path] | None = None
-        self._grid: ui.aggrid | None = None
         self._panel: SweepPanel | None = None
 
     def build(self) -> None:
@@ -94,7 +95,9 @@ class Page(Refreshing):
                 self._summary = box("summary", "dl")
             with box("card", "section"):
                 self._build_controls()
-                self._rows = box("grid")
+                with box("grid"):  # made at once, so that its code is loaded while the runs are read
+                    self._grid = ui.aggrid(_GRID, theme="quartz", auto_size_columns=False).classes("rows")
+                    self._grid.on("selectionChanged", self._tick, js_handler="e => e.source == 'api' || emit()")
             with box("card", "section"):
                 with ui.tabs(on_change=self._change_tab) as self._tabs:
                     self._tabs.props("dense no-caps align=left inline-label outside-arrows mobile-arrows")
@@ -117,9 +120,11 @@ class Page(Refreshing):
     # ---- actions of the person
 
     async def _tick(self) -> None:
-        assert self._grid is not None
         folders = {key: folder for folder, key in self._ids.items()}
-        rows = await self._grid.get_selected_rows()
+        try:
+            rows = await self._grid.run_grid_method("getSelectedRows", timeout=_GONE_S)
+        except TimeoutError:  # the browser has gone
+            return
         shown = {entry.run.folder for entry in self._desk.view.table.entries}
         chosen = {folders[row["id"]] for row in rows if row.get("id") in folders}
         self._ticked = (self._ticked or set()) - shown | chosen  # ticks of runs that the filter hides stay
@@ -145,9 +150,7 @@ class Page(Refreshing):
         await self._show(await self._read())
 
     async def _read(self) -> SweepTable | None:
-        wish = Wish(
-            self._text.value or "", self._sort.value, tuple(self._columns.value or ()), self._archived.value is True
-        )
+        wish = Wish(self._text.value or "", self._sort.value, tuple(self._columns.value or ()), self._archived.value)
         try:
             view = await in_thread(self._desk.sweep.view, wish)
         except UsageError as error:
@@ -191,12 +194,6 @@ class Page(Refreshing):
         is_other, is_new = self._shown.changed("columns", columns), self._shown.changed("rows", rows)
         ticked = {self._ids[folder] for folder in self._ticked or ()}
         rows = [{**row, "ticked": row["id"] in ticked} for row in rows]
-        if self._grid is None:
-            with self._rows:
-                options = {**_GRID, "columnDefs": columns, "rowData": rows}
-                self._grid = ui.aggrid(options, theme="quartz", auto_size_columns=False).classes("rows")
-                self._grid.on("selectionChanged", self._tick, args=[])
-            return
         if is_other:
             self._grid.run_grid_method("setGridOption", "columnDefs", columns)
         if is_new or is_other:
@@ -224,7 +221,7 @@ class Page(Refreshing):
         return defs, rows
 
     async def _show_panel(self) -> None:
-        if self._grid is None:
+        if self._ticked is None:  # no run is known yet, of which it could choose a metric
             return
         if self._panel is None:
             self._panel = PANELS[str(self._tabs.value)](self._desk)
