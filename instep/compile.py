@@ -135,7 +135,7 @@ def compile_regions(model: nn.Module, config: CompileConfig) -> bool:
     """Compile the blocks that `config.regions` names, in place; compiled blocks stay as they are.
 
     Returns:
-        Whether there are any; where not, the model is compiled as a whole.
+        Whether there are such blocks; if not, the model is compiled as a whole.
 
     Raises:
         SettingError: `regions` names what the model does not have.

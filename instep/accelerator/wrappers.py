@@ -438,7 +438,7 @@ class AcceleratedScheduler:
         if not isinstance(self.scheduler, OneCycleLR) or self.scheduler.last_epoch < self.scheduler.total_steps - 1:
             return False
         self._ends += 1
-        if self._ends == 2:  # warn at the second call, since the first one belongs to the last optimizer step of the cycle
+        if self._ends == 2:  # not at the first call, which follows the last step of the cycle
             warn_user(
                 f"OneCycleLR has taken its {self.scheduler.total_steps} steps; the learning rate stays as it is. It "
                 "steps once per optimizer step, on any number of processes"

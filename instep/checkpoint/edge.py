@@ -74,7 +74,7 @@ def loading_state(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-# Checks of the kind of a value. Error texts name the function as what was expected.
+# Checks of the type of a value. An error text says "expected" and the name of the check.
 
 
 def count(value: Any) -> bool:

@@ -311,7 +311,7 @@ class CombinedLoader(BatchSource):
             total = most if total is None else min(total, most)
         even = [0 if self.mode == "sequential" else sys.maxsize]
         even += [self.first_batch + plan.uniform_until - plan.first for plan in plans if not plan.uniform]
-        if self.mode == "max_size":  # after its loader has ended, a part of each batch is missing
+        if self.mode == "max_size":  # when one loader has ended, its part of each batch is missing
             even += [self.first_batch + number for number in known]
         if final and total is not None:
             even.append(total)

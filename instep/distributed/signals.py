@@ -134,9 +134,9 @@ class SignalGuard:
 
     Args:
         triggers: where `preempted` is set.
-        grace_s: so long after the first signal the process ends, wherever it is then; infinity: never.
-        overdue: called before that with the signal's name, in a thread of its own; returns the exit code.
-        quiet: say nothing to the user; for all ranks but one.
+        grace_s: seconds from the first signal until the process is ended, wherever it is then; infinity for never.
+        overdue: called with the signal's name, in another thread, before the process is ended; returns the exit code.
+        quiet: print nothing; set on all ranks but one.
         killed: called in the handler with the name of a second signal that ends the process without an exception.
     """
 

@@ -129,9 +129,9 @@ def why_outside(path: Path, folder: Path, exists: bool = True) -> str:
     Symbolic links and hard links count as leading out, and so does what is neither a file nor a folder.
 
     Args:
-        path: of the file or folder.
-        folder: out of which nothing may lead.
-        exists: it has to be there.
+        path: the path of the file or folder.
+        folder: the folder that nothing may lead out of.
+        exists: whether the path must exist.
     """
     root = folder.resolve()
     try:
