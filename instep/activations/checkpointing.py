@@ -92,15 +92,15 @@ class ActivationCheckpointing(Callback):
         """Recompute the chosen parts of a module of your own loop, before `Accelerator.prepare` or a strategy gets it.
 
         Args:
-            module: changed in place; with `memory_budget` nothing of it is, and it has to be compiled, by
+            module: changed in place. With `memory_budget` it is not changed, but it must be compiled, by
                 `torch.compile` or by what `prepare` returned.
 
         Returns:
-            What undoes it by `close()`, or at the end of a `with`; you need not.
+            An object whose `close()`, or whose end as a `with` block, undoes the change. Undoing is optional.
 
         Raises:
-            SettingError: the parts mean nothing, or are recomputed already.
-            UsageError: `memory_budget`, and nothing is compiled.
+            SettingError: the module has no such parts, or they are recomputed already.
+            UsageError: `memory_budget` is given, but nothing is compiled.
 
         Example:
             >>> block = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))

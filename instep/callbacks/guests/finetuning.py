@@ -316,14 +316,14 @@ class BackboneFinetuning(BaseFinetuning):
     """Train `module.backbone` from some epoch on, with a learning rate that grows to that of the rest.
 
     Args:
-        unfreeze_backbone_at_epoch: when it joins; epochs count from 0.
+        unfreeze_backbone_at_epoch: epoch from which the backbone is trained; epochs count from 0.
         lambda_func: takes the number of the epoch plus one, and returns the factor by which the backbone's learning
             rate grows at the epoch's start.
-        backbone_initial_ratio_lr: its first rate, as a part of the first group's.
-        backbone_initial_lr: its first rate, in place of that.
-        should_align: stop where the rate reaches the first group's, and follow that from there on.
-        initial_denom_lr: accepted for Lightning's sake: the first rate is always one of the two above.
-        train_bn: whether BatchNorm layers of the backbone are trained with it. Before, they are in any case.
+        backbone_initial_ratio_lr: the backbone's first rate, as a fraction of the first group's rate.
+        backbone_initial_lr: the backbone's first rate; replaces `backbone_initial_ratio_lr`.
+        should_align: whether the rate follows the first group's rate after it has reached it.
+        initial_denom_lr: accepted since Lightning has it; it has no effect.
+        train_bn: whether BatchNorm layers train with the unfrozen backbone. Before that, they always train.
         verbose: print the rates.
         rounding: digits of the printed rates.
 

@@ -366,7 +366,7 @@ def _mesh_strategy() -> type[Strategy]:
 @contextmanager
 def _group(size: int) -> Iterator[None]:
     """Make a process group of `size` ranks, of which only this process exists."""
-    # Imported late: half a second. The first gives older torch the sizes of what collectives return.
+    # Imported late, since it takes half a second. fake_collectives gives older torch the sizes of collectives' results.
     import torch.distributed._tools.fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
