@@ -357,7 +357,7 @@ class TrainerCLI:
         saved = _hyperparameters(ckpt_path)
         chosen = self._get(self.config, "model")
         path = chosen.get("class_path") if self.subclass_mode_model else saved.get(CLASS_PATH)
-        # True for a class without arguments
+        # A class without arguments has only its path in `saved`.
         if CLASS_PATH not in saved or path != saved[CLASS_PATH] or len(saved) == 1:
             return
         self._path_saved = saved[CLASS_PATH]

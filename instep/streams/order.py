@@ -69,7 +69,7 @@ class WindowOrder(LazyOrder):
         sequence = torch.randperm(len(sizes), generator=self._dice("shards")).numpy()
         firsts = np.cumsum(sizes) - sizes
         self._ends = np.cumsum(sizes[sequence])
-        # The index of each shard's first sample, minus the shard's place in the drawn sequence.
+        # For each shard, the number to add to a place in the drawn sequence to get the index of the sample there.
         self._moved = firsts[sequence] - (self._ends - sizes[sequence])
         self._kept: OrderedDict[int, np.ndarray[Any, Any]] = OrderedDict()
 

@@ -30,7 +30,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
     inner = setup.precision if not lower else "bf16-mixed" if stage == 0 else "bf16-true"
     alone = simulate(subject, replace(setup, strategy="single_device", precision=inner, devices=1, on_gpu=False))
     steps = simulate(replace(subject, batch=None), Setup("single_device", "32-true"))
-    # Temporary memory of the optimizer, per byte of the parameters in one step.
+    # Temporary memory of the optimizer, per byte of the largest parameter.
     whole = steps.weights + steps.gradients + steps.optimizer
     ratio = max(0, steps.peak - whole) / (4 * max(1, steps.largest))
     width = 2 if lower and stage else 4

@@ -240,7 +240,7 @@ class Uses(cst.CSTVisitor):
             instead = f"use {porting.HOOKS_GONE[name]}; keep outputs in an attribute"
             self.plan.todo(method.name, f"{name} is not called any more: {instead}")
         elif name in porting.HOOKS_UNCALLED and name not in known:
-            if f".{name}(" not in self._script:  # if the text has `.name(`, the name is a method of the script itself
+            if f".{name}(" not in self._script:  # otherwise the script calls this method itself
                 self.plan.warns(method.name, f"{name} of Lightning 1 is not called: use {porting.HOOKS_UNCALLED[name]}")
         elif name in porting.ATTRIBUTES.get(kind, ()) and name not in known:
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
