@@ -150,7 +150,7 @@ class Page(Refreshing):
         await self._show(await self._read())
 
     async def _read(self) -> SweepTable | None:
-        wish = Wish(self._text.value or "", self._sort.value, tuple(self._columns.value or ()), self._archived.value)
+        wish = Wish(self._text.value or "", self._sort.value, (*self._columns.value,), bool(self._archived.value))
         try:
             view = await in_thread(self._desk.sweep.view, wish)
         except UsageError as error:
