@@ -170,6 +170,31 @@ def test_items_for_some_losses_of_a_window_are_refused(make: Any) -> None:
         accelerator.backward(model(torch.ones(1, 1)).mean())
 
 
+def test_behind_its_blocks_a_loop_counts_its_own_windows(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, optimizer, batches = accelerator.prepare(*linear(), numbers(10))
+    for (x,) in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x[:, None]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def by_hand() -> list[float]:
+        gradients: list[float] = []
+        for (x,) in batches:
+            accelerator.backward(model(x[:, None]).mean())
+            gradients.append(model.weight.grad.item())
+            model.weight.grad = None
+        return gradients
+
+    with pytest.warns(UserWarning, match="outside of .* divides each loss by gradient_accumulation_steps=2") as told:
+        gradients = by_hand()
+    assert gradients == pytest.approx([1.5 / 2, 5.5 / 2, 8.5 / 2]), "the last one too, whatever its window was before"
+    assert len(told) == 1
+    with pytest.raises(UsageError, match="say where its micro-batches"):
+        accelerator.backward(model(torch.ones(1, 1)).mean(), num_items=2)
+
+
 def test_leaving_an_evaluation_early_moves_no_window(make: Any) -> None:
     accelerator = make(gradient_accumulation_steps=2)
     model, optimizer = linear()

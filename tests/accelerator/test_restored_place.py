@@ -390,6 +390,14 @@ def test_the_place_can_be_kept_or_left_to_the_script(tmp_path: Path):
         DataLoaderConfiguration(restore_position="never")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("kept", "then"), [(True, "nothing"), (False, "continue")])
+def test_an_evaluation_sees_every_batch_once_where_the_place_is_kept_or_left(kept: bool, then: str, tmp_path: Path):
+    path, rest = saved(tmp_path, 5)
+    script = resumed(path, restore_position=kept)
+    evaluate(script)
+    assert script.run(way(then, 5)) == rest
+
+
 class Pairs:
     """A training on two prepared loaders, with an optimizer for each of two models, as a GAN's."""
 
