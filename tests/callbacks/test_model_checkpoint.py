@@ -128,12 +128,6 @@ def test_what_is_kept_after_fit(
     assert all(not CheckpointStore(tmp_path / "kept").verify(tmp_path / "kept" / name) for name in found)
 
 
-def test_every_n_train_steps(tmp_path: Path):
-    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1)
-    run(tmp_path, saver, max_epochs=2, accumulate_grad_batches=1)
-    assert names(tmp_path / "kept") == ["step-00000003-1", "step-00000006-1"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "missing"),
     [
@@ -165,12 +159,6 @@ def test_a_fit_without_validation_saves_though_the_fit_before_had_one(tmp_path: 
     assert (names(tmp_path / "kept")[2:], trainer.enable_validation) == (["step-00000008-1"], False)
 
 
-def test_every_n_train_steps_counts_windows(tmp_path: Path):
-    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
-    run(tmp_path, saver, accumulate_grad_batches=3)
-    assert names(tmp_path / "kept") == ["step-00000001-1", "step-00000002-1"]
-
-
 def test_checkpoints_by_time_are_saved_when_the_interval_is_over(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", train_time_interval=timedelta(microseconds=1))
     run(tmp_path, saver, max_epochs=2, trigger_every=1)
@@ -197,14 +185,6 @@ def test_by_time_each_saves_its_own(tmp_path: Path):
     assert names(tmp_path / "plain") == ["step-00000008-1"]
     for name, kind in (("full", "full"), ("weights", "weights")):
         assert [info.kind for info in CheckpointStore(tmp_path / name).scan()] == [kind]
-
-
-def test_a_save_by_steps_waits_for_the_validation_that_gives_its_metric(tmp_path: Path):
-    saver = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", every_n_train_steps=3, save_top_k=-1)
-    trainer = run(tmp_path, saver, module=LoggingToy(), max_epochs=2)
-    assert names(tmp_path / "kept") == ["step-00000004-1", "step-00000006-1"]
-    assert all(score.isfinite() for score in saver.best_k_models.values())
-    assert trainer.global_step == 8
 
 
 def test_after_every_validation_where_there_are_several_in_an_epoch(tmp_path: Path):

@@ -285,6 +285,16 @@ def test_data_that_begins_again_at_its_end_gives_all_of_it_in_each_pass(sized: b
     assert [run(source) for _ in range(3)] == [[[0], [1], [2]]] * 3
 
 
+def test_an_epochs_end_that_knows_no_place_is_gone_on_from_without_reading() -> None:
+    before, data = prepare_loader(Custom(3)), Counting(3, sized=True)
+    run(before)
+    source = prepare_loader(data)
+    source.load_state_dict(before.state_dict(3))
+    assert (data.at, run(source)) == (0, [])
+    source.set_epoch(1)
+    assert run(source) == [[0], [1], [2]]
+
+
 def test_an_evaluation_that_was_left_begins_anew() -> None:
     source = prepare_loader(Counting(4, sized=True), stage="val")
     assert run(source, stop=2) == [[0], [1]]

@@ -136,18 +136,35 @@ def test_a_validation_within_an_epoch_is_left_and_done_again(tmp_path: Path) -> 
     assert stop_and_go_on(tmp_path, cases, Case(validate=2, monitor=True, workers=1))[0][0] % VALIDATION == 2
 
 
+def stopping(name: str) -> Toy:
+    class Stops(Toy):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:  # agreed on at the step after
+                self.trainer.set_trigger("preempted", name)
+
+    return Stops()
+
+
 @pytest.mark.parametrize(("name", "error", "code"), [("SIGINT", KeyboardInterrupt, None), ("SIGTERM", SystemExit, 143)])
 def test_a_run_that_saves_nothing_ends_as_the_signal_would_have_ended_it(
     name: str, error: type[BaseException], code: int | None
 ) -> None:
-    class Stops(Toy):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.trainer.set_trigger("preempted", name)
-
     with pytest.raises(error) as ended:
-        quiet(max_epochs=1, trigger_every=1).fit(Stops(), loader())
+        quiet(max_epochs=1, trigger_every=1).fit(stopping(name), loader())
     assert not isinstance(ended.value, Preempted)
     assert getattr(ended.value, "code", None) == code
+
+
+def test_a_run_that_was_stopped_prints_where_it_stands_and_how_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = quiet(max_epochs=1, trigger_every=1, default_root_dir=tmp_path, enable_checkpointing=True)
+    with pytest.raises(Preempted) as ended:
+        trainer.fit(stopping("SIGTERM"), loader())
+    text = str(ended.value)
+    assert text.startswith("Stopped by SIGTERM (rank 0) at step 2: epoch 1/1, batch 2 of 4. Saved "), text
+    assert text.endswith('step-00000002-1. To go on, run it again with ckpt_path="auto".'), text
+    assert text in capsys.readouterr().out
 
 
 @pytest.mark.dist
