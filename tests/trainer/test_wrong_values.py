@@ -136,6 +136,43 @@ def test_a_value_that_is_no_float_is_named(value: Any, text: str, late: bool) ->
         fit(quiet(max_epochs=1, log_every_n_steps=1), Logs("a", value, late))
 
 
+class Computes(Mean):
+    """A metric object that computes what it is told to."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def compute(self) -> Any:
+        return self.value
+
+
+class LogsObject(Toy):
+    metric: Mean
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metric.update(1.0)
+        self.log("a", self.metric)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.tensor(1j), "'a'.*complex.*log its parts"),
+        (torch.ones(1).to_sparse(), "'a'.*is sparse"),
+        (10**400, "'a'.*too large for a float"),
+        (torch.ones(2), "logged as 'a' must be a tensor with one element"),
+        ("1.5", r"logged as 'a' must be .*self\.log_dict"),
+    ],
+    ids=["complex", "sparse", "large", "two", "text"],
+)
+def test_a_metric_object_that_computes_no_float_is_named(value: Any, text: str) -> None:
+    module = LogsObject()
+    module.metric = Computes(value)
+    with pytest.raises(LogError, match=text):
+        quiet().validate(module, DataLoader(samples(2)), verbose=False)
+
+
 @pytest.mark.parametrize("name", [3, None, ("a", 1), b"a", ["a"]])
 def test_a_name_that_is_no_text_is_named(name: Any) -> None:
     with pytest.raises(LogError, match="a name must be a text, got"):
