@@ -297,6 +297,9 @@ def test_skipping_counts_from_the_epochs_beginning_and_keeps_what_counts(make: A
     assert [accelerator.gather_for_metrics(x).tolist() for (x,) in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert batches.epoch == first + 1
     assert [x.tolist() for (x,) in accelerator.skip_first_batches(batches, 1)] == [[4, 5, 6, 7], [8, 9]]
+    for more in (3, 4):
+        nothing = skip_first_batches(batches, more)
+        assert (len(nothing), list(nothing)) == (0, []), "all of an epoch may be left out"
 
 
 @pytest.mark.parametrize("source", ["loader", "list"])
