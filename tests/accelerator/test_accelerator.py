@@ -214,6 +214,26 @@ def test_leaving_an_evaluation_early_moves_no_window(make: Any) -> None:
     assert accelerator.step == 3
 
 
+def test_behind_a_loop_within_the_loop_the_outer_batch_is_trained_on(make: Any) -> None:
+    accelerator = make()
+    model, optimizer, outer, inner = accelerator.prepare(*linear(), numbers(12), numbers(8))
+    gradients: list[float] = []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: gradients.append(model.weight.grad.item()))
+
+    def train(x: torch.Tensor) -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x[:, None]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for (x,) in outer:
+        for (y,) in inner:
+            train(y)
+        train(x)
+        assert outer.batches_done == outer.batch_idx + 1
+    assert gradients == [1.5, 5.5, 1.5, 1.5, 5.5, 5.5, 1.5, 5.5, 9.5]
+
+
 def test_without_sync_with_dataloader_windows_run_on_over_epochs(make: Any) -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
     accelerator = make(gradient_accumulation_plugin=plugin)

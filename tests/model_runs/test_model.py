@@ -291,6 +291,10 @@ CHOSEN_IN_TURN = {
         ),
         (Process(),),
     ),
+    "a save by steps that waits for the first validation leaves the newest state": (
+        Case(Settings(max_epochs=2), Data(5), VAL, checkpoints=Checkpoints(monitor="val", every_n_train_steps=2)),
+        (Process(place=0.3, kills=True), Process()),
+    ),
     "a combination of streams that has ended knows no length": (
         Case(
             Settings(max_epochs=1, val_check_interval=3),
