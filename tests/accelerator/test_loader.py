@@ -194,3 +194,23 @@ def test_batches_that_other_ranks_had_done_count_in_the_epoch_that_is_resumed_al
         seen += batch.tolist()
     assert seen == [8, 9, 10, 11, 0, 1]
     assert resumed.state_dict()["batches"] == 1
+
+
+def test_a_script_may_pass_over_what_a_state_that_names_its_place_alone_has_done(make: Any) -> None:
+    state: dict[str, Any] = {}
+    seen = []
+    for start in (1, 2):
+        accelerator = make()
+        model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(6.0), batch_size=2))
+        if start == 2:
+            loader.load_state_dict(state)
+        for index, batch in enumerate(loader):
+            if start == 2 and index == 0:
+                continue
+            seen.append(batch.tolist())
+            accelerator.backward(model(batch[:, None]).mean())
+            if start == 1:
+                saved = loader.state_dict()
+                state = {name: saved[name] for name in ("epoch", "source", "batches")}  # as earlier versions saved it
+                break
+    assert seen == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]

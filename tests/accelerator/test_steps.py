@@ -102,6 +102,21 @@ def test_a_gradient_that_is_not_finite_skips_step_and_schedule(scaled: Accelerat
     assert scaled.precision.state_dict()["scale"] == 512.0
 
 
+def test_a_skipped_step_keeps_back_the_schedule_of_its_own_optimizer_alone(scaled: Accelerator) -> None:
+    d, d_sgd, g, g_sgd = pair(scaled)
+    schedules = [torch.optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5) for each in (d_sgd, g_sgd)]
+    prepared = [scaled.prepare(schedule) for schedule in schedules]
+    scaled.backward(loss(d, float("inf")) + loss(g))
+    for optimizer, schedule in zip((d_sgd, g_sgd), prepared, strict=True):
+        optimizer.step()
+        schedule.step()
+    assert [(d_sgd.step_was_skipped, d.weight.item()), (g_sgd.step_was_skipped, g.weight.item())] == [
+        (True, 0.0),
+        (False, -1.0),
+    ]
+    assert [schedule.get_last_lr() for schedule in schedules] == [[1.0], [0.5]]
+
+
 # ---- windows
 
 

@@ -122,6 +122,14 @@ def test_stops_through_the_trigger_only_and_says_why():
     assert callback.best_score.shape == ()
 
 
+def test_a_better_value_takes_a_verdict_back_that_has_waited():
+    callback = EarlyStopping("val_loss", patience=1)
+    run(callback, [1.0, 2.0])
+    assert (callback.stopping_reason, callback.stopped_epoch) == (EXHAUSTED, 1)
+    run(callback, [0.5])
+    assert callback.state_dict() == {**EarlyStopping("val_loss").state_dict(), "best_score": 0.5}
+
+
 def test_nan_stops_at_once_and_is_not_best():
     callback = EarlyStopping("loss")
     trainer = run(callback, [1.0, NAN])

@@ -68,10 +68,11 @@ def test_phases_and_steps_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     trainer = _trainer(tmp_path, hang_timeout_s=60.0, num_sanity_val_steps=0, max_epochs=2, max_steps=4)
     trainer.fit(Model(look), _loader(1), _loader(1))
     assert seen == [(0, -1, 60000), (1, 0, 60000), (2, -1, 60000), (3, 0, 60000)]
-    epoch = ["epoch", "train", "epoch", "validate", "epoch", "epoch"]  # the hooks after a validation, then its end
+    # The hooks after a validation's batches, then its end, then the next epoch.
+    epoch = ["epoch", "train", "epoch", "validate", "epoch", "epoch", "epoch", "epoch", "train"]
     start = phases.index("epoch")
     assert phases[:start] == ["start", "start"]
-    assert [phase for phase in phases[start:] if phase != "save"][:6] == epoch
+    assert [phase for phase in phases[start:] if phase != "save"][:9] == epoch
     assert "save" in phases
     assert phases[-1] == "outside"
     numbers = heartbeat().numbers

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from instep import Callback, Logger
 from instep.callbacks import EarlyStopping, ModelCheckpoint
 from instep.errors import LogError, UsageError
-from instep.trainer.log import MetricLog
+from instep.trainer.log import MetricLog, ScalarTransfer
 from tests.trainer.toys import LoggingToy, Stream, Toy, loader, quiet, samples
 
 
@@ -54,6 +54,18 @@ def logging_in(hook: str, *names: str, **options: Any) -> Any:
 
     setattr(module, hook, logs)
     return module
+
+
+# ---- on the way to the host
+
+
+def test_step_values_that_are_on_their_way_where_a_validation_ends_are_logged(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScalarTransfer, "ready", False)  # as on a GPU that is busy
+    module = logging_in("validation_step", on_step=True)
+    _, logger = run(tmp_path, module, val=loader(), num_sanity_val_steps=0)
+    assert [value for _, value in logger.of("x_step")] == [0.0, 1.0, 2.0, 3.0]
 
 
 # ---- names and defaults

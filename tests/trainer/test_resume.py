@@ -391,6 +391,14 @@ def test_a_shorter_run_goes_on_when_max_steps_is_raised(tmp_path: Path) -> None:
     assert trainer.callback_metrics["loss_epoch"] == whole.callback_metrics["loss_epoch"]
 
 
+def test_a_run_whose_checkpoint_is_behind_a_lowered_max_steps_trains_nothing(tmp_path: Path) -> None:
+    for limit, ckpt_path in (({"max_epochs": 1}, None), ({"max_steps": 1}, tmp_path / "step-00000002-1")):
+        saver, module = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1), Toy()
+        trainer = quiet(**limit, callbacks=[saver], enable_checkpointing=True)
+        trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    assert (trainer.global_step, module.seen) == (2, [])
+
+
 class SaveEachBatch(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.save_checkpoint(Path(trainer.default_root_dir) / "mine")
