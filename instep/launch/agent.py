@@ -346,6 +346,7 @@ class NodeAgent:
             others = [RankEnd.from_json(end) for node, of in told.items() if node != channel.node for end in of["ends"]]
             self._say_failures(ends, others, lost, last=not again)
         if again:
+            channel.count_failure()
             _say(f"starting all ranks again (restart {restart} of {self._max_restarts})")
         elif not cut_off:
             self.leave()

@@ -137,6 +137,10 @@ class NodeChannel:
         if not self.cut_off:
             self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes)))
 
+    def count_failure(self) -> None:
+        """Count this round among the failed ones. All its agents may do so: they write the same number."""
+        self._do(lambda: self._job.put("failures", self._failures + 1))
+
     def refresh(self) -> None:
         """Read all announcements made so far."""
         self._do(self._look)
@@ -239,11 +243,7 @@ class NodeChannel:
                 )
 
     def _raise(self, alarm: Alarm) -> None:
-        holds = Alarm(**self._store.set_once("alarm", asdict(alarm)))
-        if holds == alarm and alarm.kind != "grow":
-            # Only one node of a round writes this number: the node whose alarm counts.
-            self._job.put("failures", self._failures + 1)
-        self.alarm = holds
+        self.alarm = Alarm(**self._store.set_once("alarm", asdict(alarm)))
 
     def _post_done(self) -> None:
         self._store.put(f"done-{self.node}", True)

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 NODES = {"nproc": 1, "num_nodes": 2, "min_nodes": 1, "max_restarts": 1, "run_id": "job", "rdzv_backend": "c10d"}
 # A node that waits looks once a second whether it may join: with a shorter last call a busy one misses the next round.
-QUICK = {"join_timeout": "600", "last_call_timeout": "8", "keep_alive_interval": "1", "keep_alive_max_attempt": "6"}
+QUICK = {"join_timeout": "600", "last_call_timeout": "15", "keep_alive_interval": "1", "keep_alive_max_attempt": "6"}
 
 
 @contextlib.contextmanager
