@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 RUNS ?= runs/digits
-# Four workers more than cores, since many tests wait. Programs that tests start load sooner where bytecode may be kept.
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) + 4)) --maxprocesses 6 \
+# Two workers more than cores, since many tests wait. Programs that tests start load sooner where bytecode may be kept.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --maxprocesses 4 \
 	--dist worksteal --durations 100 --durations-min 1
 # Of make fuzz and make model: the inputs are made of the seed alone; READERS names some readers, by default all.
 SEED ?= 0
