@@ -99,7 +99,7 @@ class Entry:
     def outcome(self) -> str:
         """State of the run by which runs are counted: "finished" means that no metric ended nan or infinite."""
         state = self.run.status.state
-        return f"{state} with {self.ends[self.bad].last:g}" if self.bad and state == "finished" else state
+        return f"ended {self.ends[self.bad].last:g}" if self.bad and state == "finished" else state
 
     @property
     def why(self) -> str:

@@ -170,7 +170,7 @@ def test_the_best_is_marked_and_a_run_that_ended_nan_is_never_it(tmp_path: Path)
     table = Table.of(found, sort="val_loss")
     assert [entry.run.name[-1] for entry in table.entries] == ["1", "0", "3", "2", "5", "4"]
     assert table.summary(False) == [
-        "6 runs: 5 finished, 1 finished with nan",
+        "6 runs: 5 finished, 1 ended nan",
         "best (*) by least val_loss: lr=0.01 batch=16 with 0.005 at step 2, as good as the next, lr=0.01 batch=8",
         "lr=1 batch=8: finished: val_loss is nan, first at step 3",
     ]

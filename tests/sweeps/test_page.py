@@ -67,7 +67,7 @@ def pick(page: Any, label: str, option: str) -> None:
 def test_one_look_answers_what_is_best_what_differs_what_failed_and_what_runs(served, browser, look):
     page = open_sweep(browser, served[1], **look)
     page.locator(".plot canvas").first.wait_for()
-    page.get_by_text("24 runs: 20 finished, 2 failed, 1 running, 1 finished with nan").wait_for()
+    page.get_by_text("24 runs: 20 finished, 2 failed, 1 running, 1 ended nan").wait_for()
     said = page.locator(".summary").inner_text()
     assert "by least val_loss: lr=0.01 batch=64 seed=0 with 0.2367 at step 380, better by 0.00372 (1.5%) than" in said
     assert "lr=0.01 batch=16 with 0.25116 over seed (4 finished runs, 0.24042 to 0.26908), better by 0.0054" in said
