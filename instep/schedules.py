@@ -311,7 +311,7 @@ def inverse_sqrt(
         warmup_steps: optimizer steps until the rate is reached.
         timescale: steps after warm-up over which the rate falls to 1 / sqrt(2); by default `warmup_steps`, or 10,000.
         start_ratio: part of the rate that step 0 uses.
-        min_ratio: the rate falls to this part at most.
+        min_ratio: the rate never falls below this part.
 
     Returns:
         The schedule.

@@ -60,7 +60,7 @@ def find_executable_batch_size(
         HookError: the function takes no batch size, or a call passes arguments that it does not take.
         SettingError: an argument is wrong, or `reduce_batch_size_fn` does not return a smaller size.
         UsageError: (from the call) no size above 0 fitted into memory.
-        RemoteError: (from the call) another rank raised another error.
+        RemoteError: (from the call) another rank raised an error that is not out-of-memory.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=16)

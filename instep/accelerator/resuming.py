@@ -344,7 +344,7 @@ class Opening:
             self.outlasts = self._given != [] and self._reads_ahead(len(self._given))
 
     def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
-        """Yield batches that the script may skip. Return the kept later batches, and the number of the first one."""
+        """Yield batches that the script may skip; return the kept batches after these, and the first one's number."""
         assert self._place is not None
         kept: list[tuple[Any, Any]] = []
         source, most, passed = self._loader.source, self._loader.most_kept, 0

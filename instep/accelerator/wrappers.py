@@ -67,9 +67,10 @@ class Window:
         self._factor: Tensor | float | None = None
 
     def set_length(self, num_steps: int) -> None:
-        """Change the length of windows.
+        """Change the number of micro-batches of each accumulation window.
 
-        If a loader runs, this waits for a batch at which both lengths begin a window.
+        The call returns at once. While a loader runs, the new length is used from the next batch at which a window of
+        the old length and one of the new length would begin.
         """
         self._next = num_steps
         if not self.running and self._gradient.sync_gradients:

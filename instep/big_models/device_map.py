@@ -399,7 +399,8 @@ class _Plan:
 
     def _largest_but(self, names: Collection[str]) -> int:
         left = (name for name, _ in self.left if name not in names)
-        return max((self._largest.get(name, self._sizes.get(name, 0)) for name in left), default=0)  # a layer's tensor
+        # a model that is one layer is placed tensor by tensor; these tensors are not in `_largest`
+        return max((self._largest.get(name, self._sizes.get(name, 0)) for name in left), default=0)
 
     def _put(self, names: Collection[str], device: int | str) -> None:
         self.left = [part for part in self.left if part[0] not in names]

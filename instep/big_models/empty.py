@@ -110,7 +110,7 @@ _is_watched = False
 
 
 def _stack() -> list[_Block]:
-    """Return this thread's blocks, the innermost last."""
+    """Return this thread's open `init_on_device` blocks, the innermost last."""
     if not hasattr(_blocks, "stack"):
         _blocks.stack = []
     return _blocks.stack

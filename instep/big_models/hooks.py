@@ -246,8 +246,8 @@ class _Slot:
     """Place of one offloaded weight in a module, and its value for code outside of the forward.
 
     Args:
-        hook: of the module, with the map of weights.
-        name: of the weight, as the map of weights has it.
+        hook: the module's hook, which has the weights map.
+        name: name of the weight in the weights map.
         holder: the `_parameters` or `_buffers` that hold it.
         leaf: its name there.
     """

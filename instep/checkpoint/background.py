@@ -155,7 +155,7 @@ class BackgroundSaver:
     def record(self, write: Callable[[BaseWriter], None]) -> Recorder:
         """Copy what `write` writes, after the previous save has ended. Local."""
         self.wait()
-        self._buffers.wait()  # copies for a record whose save was never started
+        self._buffers.wait()  # a recorder may have been made and never saved: its copies still use the buffers
         recorder = Recorder(self._buffers, *RankGroup().rank_and_size())
         write(recorder)
         return recorder

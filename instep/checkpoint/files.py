@@ -117,7 +117,10 @@ class Files(ABC):
 
     @abstractmethod
     def fetched(self, path: Path, check: bool) -> AbstractContextManager[tuple[Path, FileRecord | None]]:
-        """Yield a local file with a file's content, and its record. Without `check` the record may be None."""
+        """Yield the path of a local file with the content of `path`, and the `FileRecord` of this content.
+
+        The local file is `path` itself, or a temporary download. The record may be None if `check` is False.
+        """
 
     # Folders.
 

@@ -3,8 +3,8 @@
 WHAT is a TrainModule or a function that makes one (package.module:Name), a folder or file with a model's configuration
 for transformers, a repository of the Hugging Face hub that has one (user/model), or safetensors files. Two steps run on
 tensors without values: nothing is downloaded or computed. A step needs a batch: --input, --data, or for transformers
---batch-size and --sequence-length; without one, and for files, activations are not counted. On a GPU its context and
-NCCL (0.5 to 1.5 GB) and what its allocator cannot use come on top.
+--batch-size and --sequence-length; without one, and for files, activations are not counted. On a GPU add
+0.5 to 1.5 GB for its context and NCCL, and what the allocator cannot use.
 
 Examples:
   instep estimate-memory train.py:Model --input 32x3x224x224 --input 32:int64

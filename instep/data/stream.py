@@ -6,8 +6,9 @@ which of them have the second, so that neither the step nor the reading waits.
 
 A state is the loader's or data set's own `state_dict`, taken before each batch is read, or else a number of batches to
 read and throw away. Random numbers that are drawn while a batch is read come from a separate stream for each batch, so
-they do not change if the batch is read ahead or read again. If a loader draws no random numbers in its first batches,
-this is only checked now and then.
+they do not change if the batch is read ahead or read again. If the first three batches drew no random
+numbers, only every 64th later one is read with its own stream and checked, since checking costs time. If one draws
+after all, every later batch has its own stream again, and a warning says that a resume may differ.
 """
 
 from __future__ import annotations
@@ -278,9 +279,11 @@ class StreamLoader(PreparedLoader):
         if self.stateful is not self._iterated:
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
             return
-        self._open()  # opens the iterator that the saved pass had left open, if it had not read to the end
+        # Begin the pass's iterator as the saved run had it: `ahead` reads brought it to its end; with 0 it was left
+        # before the end.
+        self._open()
         ended = any(self._pull() is _END for _ in range(state["ahead"]))
-        # the state of an epoch's end is where the next epoch begins, so it is loaded again
+        # The next epoch begins at the state of the end, so load that state again after an iterator that did not end.
         if state["ahead"] and not ended:
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
         self._iterator = None

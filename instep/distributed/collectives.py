@@ -51,7 +51,7 @@ def gather(data: Any) -> Any:
 
 
 def gather_ragged(data: Any, rows: int | None = None) -> Any:
-    """Concatenate tensors of all ranks along dimension 0; ranks may have different numbers of tensors. A collective.
+    """Concatenate tensors of all ranks along dimension 0; ranks may have different numbers of rows. A collective.
 
     Args:
         data: a tensor or nested tensors of one structure and dtype on all ranks, and of one shape but for dimension 0,
@@ -146,7 +146,8 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if op == "none" or state.num_processes == 1:
         return tensor
     announce(state.control_group, f"all_reduce_({op})", _described("", tensor, tuple(tensor.shape)))
-    # Nothing was compared before, so do not use the group in which a rank may get messages of another size.
+    # Nothing was compared before, so use the step group: in the control group, a rank that alone makes another call
+    # would receive this message, of another size.
     group = step_group() if tensor.device.type == "cpu" else None
     with _awaited(state, f"all_reduce_({op})"):
         dist.all_reduce(tensor, op=_OPS[op], group=group)

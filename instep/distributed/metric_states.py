@@ -131,10 +131,10 @@ class Counts:
             _set_attributes(others)
 
     def add_up(self, others: Iterable[Counts] = ()) -> list[Any]:
-        """Add these counts to what the metric objects have counted since.
+        """Add the counts stored here to those that the metric objects have made since they were taken out and reset.
 
         Args:
-            others: what was taken out at other times.
+            others: further `Counts`, taken out at other times, to add too.
 
         Returns:
             The objects whose states cannot be added up, such as a mean over batches: they are left as they are.

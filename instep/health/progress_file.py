@@ -15,7 +15,7 @@ from instep.health.run_status import PROGRESS
 from instep.utils.atomic import replace
 
 EVERY_S = 2.0
-_FIRST_S = 0.5  # seconds; a run that is shorter has already written how it ended
+_FIRST_S = 0.5  # seconds until the first write; a shorter run makes no file, since status.json says how it ended
 _MOST_BYTES = 16384  # most bytes of the metrics; a reader reads at most 64 KiB of the file
 
 

@@ -160,7 +160,8 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
         spec: the job.
         again: whether whoever started this agent may start it again; a notebook does not.
     """
-    # SLURM does not requeue a command typed into a shell either; all commands of one shell belong to one step.
+    # SLURM does not requeue a command that was typed into a shell. All commands of one shell belong to one step, so the
+    # step cannot tell them apart.
     known = read_job() if again and (JOB_ID in os.environ or not os.isatty(0)) else None
     job, restart = known or (uuid.uuid4().hex, 0)
     added = {AGENT_PID: str(os.getpid()), JOB_ID: job, RESTART: str(restart), **spec.env}

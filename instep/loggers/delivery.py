@@ -595,11 +595,11 @@ class Marks:
         """Continue from the marks of an earlier process.
 
         Args:
-            sent: what it noted.
-            has: what the tracker says of its metrics; None: it does not say.
-            left_over: records in front that the earlier process could not send.
-            rows: those that a file has kept of what came after the checkpoint. Each stands for one record that is
-                about to come again. A row counts as a whole: several of one step may have a metric in common.
+            sent: last step sent, by metric, as the earlier process noted it.
+            has: last step that the tracker has, by metric; None: it cannot say, so `sent` is used.
+            left_over: number of records at the front of the queue that the earlier process could not send.
+            rows: step and metric names of each row after the checkpoint that the logger's file still has. The resumed
+                run logs these again. For each row, one record with the same step and names is not written.
         """
         self.sent, self._rows = dict(sent), Counter(rows)
         self._has = sent if has is None else {**{name: at for name, at in sent.items() if ":" in name}, **has}

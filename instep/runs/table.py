@@ -356,14 +356,16 @@ def cut(text: str, width: int) -> str:
 def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[str], bool]:
     """Lay out a table within a width, one line for each run.
 
-    If there is not enough room, columns are left out by their rank; then texts are cut, the names last.
+    If there is not enough room, columns with the highest rank are left out first; then texts are cut, the names last.
 
     Args:
-        columns: what there is, the name first.
-        width: cells of a line of the terminal; None where nothing limits it.
+        columns: all columns, the run's name first.
+        width: cells of a line of the terminal; None where nothing limits it. Columns other than the name are then
+            still cut to `_LONG`.
 
     Returns:
-        The lines, the header first; the headers of columns that were left out; whether all reasons are whole.
+        The lines, the header first; the headers of columns that were left out; whether the column `why` (why each run
+        ended) is shown uncut: False if it was left out.
     """
     kept = [replace(column, cells=[_line(cell) for cell in column.cells]) for column in columns]
     if width is None:

@@ -84,7 +84,7 @@ def evaluate(
         outer_counts.put_back_unused()
         log.batch = log.weight = None
         arrived, epoch_metrics = log.reduce(trainer.global_step, reset=False)
-        trainer.metrics.keep(log)  # values of the last steps, which callbacks and the bar show
+        trainer.metrics.keep(log)  # step values of this evaluation, which callbacks and the bar show
         trainer.metrics.put_epoch(epoch_metrics, final=False)
         hooks.call(f"on_{name}_epoch_end")
         outer_counts.note_logged()

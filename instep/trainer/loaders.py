@@ -367,7 +367,10 @@ class Loaders:
     # ---- both
 
     def _as_first_asked(self) -> AbstractContextManager[None]:
-        """Show loader methods the position at which an uninterrupted run requested the loaders."""
+        """Show loader methods the position at which an uninterrupted run requested the loaders.
+
+        If this is the first request, record the position.
+        """
         at, ctx, every = self._trainer.position, self._trainer._ctx, self.settings.reload_dataloaders_every_n_epochs
         if every:
             return self._as_of(at.epoch - at.epoch % every, at.loaded_step)

@@ -152,7 +152,7 @@ def prepare_training(ctx: RunContext) -> None:
         guest.check()
     ctx.validation.enabled = ctx.loaders.validates
     if ctx.validation.enabled and ctx.settings.train_limit != 0:
-        validation_interval(ctx)  # raises a wrong interval now, and not in the first epoch that validates
+        validation_interval(ctx)  # a wrong interval is an error now, not only in the first epoch that validates
     if isinstance(ctx.settings.val_check_interval, timedelta):
         ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
 

@@ -1,4 +1,4 @@
-"""Metric objects that the training and an evaluation within it share: each counts its own batches."""
+"""Keep the training's counts of metric objects apart while an evaluation within it uses the same objects."""
 
 from __future__ import annotations
 

@@ -436,7 +436,8 @@ class RunFolder:
         remote = text is not None and trainer.world_size > 1 and not signal and is_remote(error or text)
         if remote and (cause := find_failure(self.path)):
             text = cause
-            if trainer.run_summary is not None:  # an error of this process is only a consequence of the cause
+            if trainer.run_summary is not None:
+                # another rank's error caused this one, so the summary names that error
                 trainer.run_summary = replace(trainer.run_summary, why=in_short(cause))
         path: Any = error.checkpoint if isinstance(error, Preempted) else None
         if signal:  # a signal handler has little time, so nothing is searched

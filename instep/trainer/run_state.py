@@ -320,7 +320,7 @@ class TrainerSaver(RunSaver):
 def _is_whole(ctx: RunContext, error: BaseException) -> bool:
     """Return True if weights and optimizers are as the last counted step left them: no step was interrupted.
 
-    The traceback shows this, so a step has no cost for it.
+    This is read from the error's traceback, so a step that succeeds need not record anything for it.
     """
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     in_optimizer = any(

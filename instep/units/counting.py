@@ -292,7 +292,7 @@ class Samples(UnitCount):
         super().__init__(max_samples, val_check_samples, save_every_samples, log)
 
     def per_sample(self) -> int:
-        """Return 1."""
+        """Return 1: a sample is one unit."""
         return 1
 
     def count_batch(self, batch: Any, samples: float | None) -> int:

@@ -1,9 +1,10 @@
 """Arguments of a module, built from a checkpoint's plain values and names of classes and functions.
 
-A checkpoint is not trusted and must not run code. So no parser sees its texts, and nothing is imported. Of the names in
-a file, only modules, optimizers and schedulers are called, and only if the program has imported them and the type of
-the argument allows them. The types also decide which values become a dataclass, an enum's member, a path, or one of
-torch's dtypes and devices. Any other value is an error that names the argument, and the program has to pass it.
+A checkpoint is not trusted and must not run code. So strings are not parsed as code or configuration, and nothing is
+imported. A name in the file may stand for a class; an object of this class is built only if it is a module, optimizer
+or scheduler that the program has already imported and that the argument's type allows. The types also decide which
+values become a dataclass, an enum's member, a path, or one of torch's dtypes and devices. Any other value is an error
+that names the argument, and the program has to pass it.
 """
 
 from __future__ import annotations

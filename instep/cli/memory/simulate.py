@@ -194,11 +194,11 @@ def process_counts(strategy: str, counts: Sequence[int]) -> Sequence[int]:
 
 
 def simulate(subject: Subject, setup: Setup) -> Estimate:
-    """Train for two steps and count.
+    """Train two steps on tensors that have shapes but no values, and count the bytes that one process needs.
 
     Raises:
         SettingError: the strategy cannot be simulated, or does not go with this number of processes.
-        UsageError: the step cannot run without values.
+        UsageError: the step asks for a tensor's value, as `.item()` does.
     """
     ddp = setup.strategy.startswith("ddp")
     strategy = Strategy() if ddp else resolve_strategy(setup.strategy, setup.devices)

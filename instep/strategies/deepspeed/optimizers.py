@@ -35,10 +35,13 @@ def counts_in_ints(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer, config: Mapping[str, Any], stage: int) -> None:
-    """Raise an error for optimizers that compute something else on a part of the flattened parameters.
+    """Raise an error for an optimizer that may need whole parameters.
+
+    ZeRO gives each process only a part of the flattened parameters, so the steps of such an optimizer would differ.
 
     Raises:
-        SettingError: the optimizer is unsuitable; the text names alternatives.
+        SettingError: the optimizer may need whole parameters (the text names alternatives), or one of its groups has no
+            parameters.
     """
     name = type(optimizer).__name__
     if any(not group["params"] for group in optimizer.param_groups):

@@ -177,7 +177,7 @@ class DeepSpeedStrategy(Strategy):
     The precision is that of the run. With bf16-mixed and 16-mixed (and their `-true` forms, which mean the same here),
     weights have 16 bits, and the optimizer steps float32 copies of them. The engine clips gradients by norm. The module
     needs automatic optimization and one optimizer; schedules are those that `configure_optimizers` returns. An
-    Accelerator can prepare one model, in the same call as its optimizer.
+    Accelerator can train one model, prepared in the same call as its optimizer.
 
     Args:
         stage: 0 to 3; 2 by default.
@@ -732,7 +732,10 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _still(p: Tensor, part: Partition, weights: Tensor) -> bool:
-    """Return True if a part equals its rounded float32 weights. This is assumed for a part on a disk."""
+    """Return True if this process's part of `p` still equals `weights` rounded to its dtype: nobody set other weights.
+
+    True without a check if the part is not in memory, as one that is offloaded to a disk.
+    """
     now = partitions.cut_part(p).flat[: part.count] if is_cut(p) else take_run(p.detach(), part.begin, part.count)
     return now.numel() < part.count or torch.equal(weights.to(now), now)
 
