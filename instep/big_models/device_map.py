@@ -330,9 +330,9 @@ class _Plan:
 
     Args:
         model: the model.
-        sizes: its sizes, of `compute_module_sizes`.
+        sizes: the model's sizes, from `compute_module_sizes`.
         no_split: names of classes that are not split.
-        tell: gets a line about each step.
+        tell: function that gets a line about each step.
     """
 
     def __init__(self, model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str], tell: Any) -> None:
@@ -350,9 +350,9 @@ class _Plan:
 
         Args:
             device: the device.
-            limit: its bytes; None where it has no limit.
+            limit: bytes of the device; None if it has no limit.
             keeps_room: whether it keeps room for the largest layer that comes later.
-            fallback: whether it gets another part where the first one does not fit.
+            fallback: whether the device gets another part if the first one does not fit.
         """
         used = reserve = 0
         while self.left:

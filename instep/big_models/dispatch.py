@@ -178,7 +178,7 @@ class _Where:
     """Devices of a model's modules and weights.
 
     Args:
-        devices: the map.
+        devices: the device map.
         main: where offloaded modules compute.
         away: the values of the map that mean offloaded.
     """
@@ -305,7 +305,7 @@ class _Dispatched:
 
     Args:
         model: the model.
-        weights: those that are offloaded.
+        weights: the offloaded weights.
     """
 
     def __init__(self, model: nn.Module, weights: WeightsMap) -> None:
@@ -341,9 +341,9 @@ class _GivesValues:
     """Hook of a module's `state_dict` that adds the values of offloaded weights.
 
     Args:
-        weights: of the whole model.
+        weights: offloaded weights of the whole model, by full name.
         name: the module's full name.
-        leaves: its own names of the weights.
+        leaves: names of the module's own offloaded weights, without the module's name.
     """
 
     def __init__(self, weights: WeightsMap, name: str, leaves: Sequence[str]) -> None:
@@ -518,7 +518,7 @@ def cpu_offload_with_hook(
     Args:
         model: changed in place.
         execution_device: where the model computes; None: the accelerator, where there is one.
-        prev_module_hook: of the model before, which leaves the device when this one comes.
+        prev_module_hook: hook of the model before, which leaves the device when this one comes.
 
     Returns:
         The model, and the hook, whose `offload()` brings the model back.

@@ -249,7 +249,7 @@ class _Slot:
         hook: the module's hook, which has the weights map.
         name: name of the weight in the weights map.
         holder: the `_parameters` or `_buffers` that hold it.
-        leaf: its name there.
+        leaf: name of the weight in `holder`.
     """
 
     def __init__(self, hook: AlignDevicesHook, name: str, holder: dict[str, Any], leaf: str) -> None:
@@ -434,7 +434,7 @@ class AlignDevicesHook(ModelHook):
         """Put the weights into the module.
 
         Args:
-            device: where to; None: where the module computes.
+            device: device for the weights; None: the device where the module computes.
         """
         weights = self.weights_map
         assert weights is not None
@@ -528,8 +528,8 @@ def moved(data: Any, device: torch.device, skip_keys: Collection[str] = ()) -> A
 
     Args:
         data: nested data.
-        device: where to.
-        skip_keys: of a mapping, whose values are left where they are.
+        device: the device.
+        skip_keys: keys of mappings; their values stay where they are.
     """
     if isinstance(data, Mapping) and skip_keys:
         there = {key: value if key in skip_keys else moved(value, device) for key, value in data.items()}
@@ -568,7 +568,7 @@ class Prefixed(Mapping[str, Tensor]):
     """View of the part of a weight map that belongs to a module, by the module's own names.
 
     Args:
-        weights: by full name.
+        weights: the model's weights, by full name.
         prefix: the module's name with a dot; "" for the model.
     """
 

@@ -82,7 +82,7 @@ def load_checkpoint_in_model(
         offload_folder: where weights for "disk" are written that cannot be used where they are: of another dtype than
             the model's, or out of a pickled file. It is used again for the same model and checkpoint, and refused for
             others.
-        dtype: of floating-point weights; None: the model's own.
+        dtype: dtype of floating-point weights; None: the model's own.
         offload_state_dict: for scripts that set it. No weight is in memory twice, whatever it says.
         offload_buffers: whether buffers of modules on "disk" stay there too.
         keep_in_fp32_modules: names of modules, or last parts of them, whose weights are float32 whatever `dtype` says.
@@ -93,8 +93,8 @@ def load_checkpoint_in_model(
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        CorruptCheckpointError: it is damaged.
-        CheckpointError: it does not fit the model, or leaves a weight on the meta device without values.
+        CorruptCheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint does not fit the model, or leaves a weight on the meta device without values.
         SettingError: a module has no device, a weight for "disk" needs an `offload_folder`, or as above.
 
     Example:
@@ -261,9 +261,9 @@ class Source:
     """Weights of a checkpoint, which are read later.
 
     Args:
-        path: as the user gave it, or the folder in the hub's cache.
-        main: what was opened of it: a file, an index, or a folder.
-        weights: by the names of the files.
+        path: path that the user gave, or the folder in the hub's cache.
+        main: the file, index or folder that was opened at this path.
+        weights: the weights, by the names that the files have.
     """
 
     path: Path
@@ -282,9 +282,9 @@ def open_checkpoint(checkpoint: Location) -> Source:
     """Open the weights for `load_checkpoint_in_model`; safetensors files are not read yet.
 
     Raises:
-        CheckpointNotFoundError: there is nothing, or no weights in it.
-        CorruptCheckpointError: it is damaged.
-        CheckpointError: it cannot be read without running code, or leads out of its folder.
+        CheckpointNotFoundError: there is no checkpoint, or no weights in it.
+        CorruptCheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint cannot be read without running code, or leads out of its folder.
     """
     path = to_path(checkpoint)
     named = isinstance(checkpoint, str) and is_repository(checkpoint) and path.suffix not in _FILES
@@ -414,8 +414,10 @@ def _match(model: nn.Module, source: Source, strict: bool, later: bool) -> list[
     """Match the model's weights with the checkpoint's; raise for those that do not fit.
 
     Args:
-        model, source, strict: as above.
-        later: whether what has no values may get them later.
+        model: the model.
+        source: the checkpoint's weights.
+        strict: as for `load_checkpoint_in_model`.
+        later: whether weights without values may get them later.
     """
     groups: dict[int, tuple[Tensor, list[str]]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))

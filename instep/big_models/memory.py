@@ -40,7 +40,7 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
             free now on this machine's accelerators and in its memory, within the limits of its container.
 
     Raises:
-        SettingError: a device is unknown, or a size is none.
+        SettingError: a device is unknown, or a value is no size.
 
     Example:
         >>> get_max_memory({"cpu": "2GB", 1: "1GiB", 0: 10**9})

@@ -43,7 +43,7 @@ class WeightsMap(Mapping[str, Tensor]):
     again each time, unless it was staged.
 
     Args:
-        stored: for each name a tensor, or what reads one.
+        stored: for each name a tensor, or an object that reads one.
 
     Example:
         >>> WeightsMap({"bias": torch.zeros(2)})["bias"]
@@ -118,9 +118,9 @@ def offload_weights(
     """Write weights to an offload folder, one at a time, or reuse files that were written earlier.
 
     Args:
-        folder: made where it is missing.
-        shapes: of all parameters and buffers of the model, by name, to know the model again.
-        weights: what to offload, by full name.
+        folder: the folder, which is created if it is missing.
+        shapes: shapes of all parameters and buffers of the model, by name, to know the model again.
+        weights: the weights to offload, by full name.
         source: identity of the checkpoint that the values come from; "memory": they are written in any case.
 
     Returns:
@@ -128,7 +128,7 @@ def offload_weights(
 
     Raises:
         CheckpointError: the folder belongs to another model or checkpoint, or cannot be written.
-        CorruptCheckpointError: what is there is damaged.
+        CorruptCheckpointError: files in the folder are damaged.
     """
     path = local_path(folder) / FILE
     note = {"model": _digest({name: list(shape) for name, shape in shapes.items()}), "source": source}
@@ -153,11 +153,11 @@ def open_offload_folder(folder: PathLike, shapes: Mapping[str, Iterable[int]]) -
     """Open the weights of this model that an earlier process offloaded.
 
     Args:
-        folder: of `offload_weights`.
-        shapes: of all parameters and buffers of the model, by name.
+        folder: folder that `offload_weights` wrote.
+        shapes: shapes of all parameters and buffers of the model, by name.
 
     Raises:
-        CheckpointError: there is none, or the folder belongs to another model.
+        CheckpointError: there is no such folder, or it belongs to another model.
     """
     path = local_path(folder) / FILE
     return WeightsMap(_opened(path, {"model": _digest({name: list(shape) for name, shape in shapes.items()})}))
@@ -187,7 +187,7 @@ def identity_of(files: Iterable[Path]) -> str:
     """Return a text that identifies the content of files, without reading all of it.
 
     Args:
-        files: of a checkpoint. Of each one name, size, time and some pages of its content count.
+        files: files of a checkpoint. The text depends on the name, size, time and some pages of each file.
     """
     found = []
     for path in sorted(files):
@@ -212,10 +212,10 @@ def put_tensor(model: nn.Module, names: Sequence[str], old: Tensor, value: Tenso
     """Give a parameter or buffer a value, under all its names; keep the same object if torch allows that.
 
     Args:
-        model: whose it is.
-        names: full names, of which a tied weight has several.
-        old: what the model has there.
-        value: on any device; on the meta device where the weight lies elsewhere.
+        model: the model that has the parameter or buffer.
+        names: full names of the weight; a tied weight has several.
+        old: the parameter or buffer that the model has now.
+        value: the new value, on any device; on the meta device if the weight is offloaded.
     """
     if torch._has_compatible_shallow_copy_type(old, value):
         old.data = value

@@ -25,7 +25,7 @@ def in_memory(tensor: Tensor) -> bool:
     """Return whether all pages of a tensor are in memory; False if that is unknown.
 
     Args:
-        tensor: contiguous, on the CPU.
+        tensor: a contiguous tensor on the CPU.
     """
     begin, size = _span(tensor)
     return _are_there(begin, size)
@@ -42,7 +42,7 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
     """Read the pages of tensors into memory and wait; other Python threads continue.
 
     Args:
-        tensors: contiguous, on the CPU, over mapped files; neighbors are read together.
+        tensors: contiguous tensors on the CPU, mapped from files; neighbors are read together.
     """
     pieces = [
         (at, min(_AT_ONCE, end - at))

@@ -55,8 +55,8 @@ def prepare_pippy(
     `Trainer.predict`.
 
     Args:
-        model: on the CPU, on this rank's device, or without values. Its forward is replaced, and it is put into eval
-            mode.
+        model: the model, on the CPU, on this rank's device, or without values. Its forward is replaced, and it
+            is put into eval mode.
         split_points: names of the modules that the stages but the first begin with, in the order of the forward; "auto"
             makes the largest stage as small as can be.
         no_split_module_classes: names of classes that "auto" does not cut through. Default: the model's own
@@ -163,9 +163,9 @@ class _Pipeline:
     """The forward of a model that is a pipeline.
 
     Args:
-        model: all of it; what other ranks' stages have is never read.
-        cut: how it is cut.
-        chunks: micro-batches of a batch, at most.
+        model: the whole model; weights of other ranks' stages are never read.
+        cut: places where the model is cut.
+        chunks: most micro-batches of a batch.
         gathers: whether every rank gets the output.
     """
 
@@ -294,8 +294,8 @@ class _Called(nn.Module):
     """A model called with tensors alone, which is what a stage takes; it returns a tuple of tensors.
 
     Args:
-        model: what is called.
-        inputs: (args, kwargs), in place of whose tensors come those that are given.
+        model: the model that is called.
+        inputs: (args, kwargs); their tensors are replaced by the tensors of a call.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
@@ -333,11 +333,11 @@ class _Trace:
     """A model traced for inputs of one shape, and this rank's stage of it.
 
     Args:
-        pipe: of all stages.
-        size: samples of a micro-batch.
-        output: what the model returns for one, without values.
-        state: of this process.
-        here: gives the weight of a name on this rank's device.
+        pipe: pipeline of all stages.
+        size: number of samples in a micro-batch.
+        output: output of the model for a micro-batch, without values.
+        state: state of this process.
+        here: function that returns the weight with a name, on this rank's device.
     """
 
     def __init__(
@@ -361,11 +361,11 @@ class _Trace:
         """Run micro-batches through the stages. Collective.
 
         Args:
-            chunks: how many.
-            tensors: on the first rank the inputs.
+            chunks: number of micro-batches.
+            tensors: the inputs, on the first rank.
 
         Returns:
-            On the last rank the outputs.
+            The outputs, on the last rank.
         """
         state = self._state
         if chunks not in self._schedules:
@@ -386,10 +386,10 @@ class _Cut:
     """Places where a traced model is cut into stages.
 
     Args:
-        stages: how many.
+        stages: number of stages.
         points: names of the modules that the stages but the first begin with; None until a trace has shown the sizes.
         units: names of the modules that an automatic cut may begin a stage with; of nested ones the outermost.
-        device: of this rank's stage.
+        device: device of this rank's stage.
     """
 
     def __init__(self, stages: int, points: list[str] | None, units: set[str], device: torch.device) -> None:

@@ -157,10 +157,10 @@ def placeholder_of(
     """Make the placeholder of a weight.
 
     Args:
-        weight: on any device, or a placeholder.
-        source: of its value.
+        weight: the weight, on any device, or its placeholder.
+        source: source of the weight's value.
         kind: class of the weight; None: its own.
-        requires_grad: None: as the weight.
+        requires_grad: whether the placeholder requires a gradient; None: as the weight does.
     """
     kind = kind or kind_of(weight)
     requires_grad = weight.requires_grad if requires_grad is None else requires_grad

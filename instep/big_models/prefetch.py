@@ -55,7 +55,7 @@ class Prefetcher:
         """Begin the block that computes now: return when its weights are in memory; request the next blocks.
 
         Raises:
-            Exception: what reading this block raised.
+            Exception: the error that reading this block raised.
         """
         with self._lock:
             # The thread starts at the first use, and again in a forked process, which inherits no threads.
@@ -199,9 +199,9 @@ def prefetch_blocks(
     """Read offloaded weights of a model block by block, one block ahead of the forward.
 
     Args:
-        model: whose modules are called in its forward.
+        model: the model, whose forward calls its modules.
         weights: the offloaded weights, by full name.
-        devices: for each module whose weights are offloaded, by name, where it computes.
+        devices: device where each module with offloaded weights computes, by the module's name.
         depth: blocks to read ahead.
 
     Returns:

@@ -103,9 +103,9 @@ class BnbQuantizationConfig:
         """Quantize one float layer.
 
         Args:
-            layer: whose sizes and bias the new one has; the bias without a value.
-            weight: its values, shape (out, in), on any device.
-            device: where the new weight is.
+            layer: the layer; the new one has its sizes, and its bias without a value.
+            weight: values of the layer's weight, shape (out, in), on any device.
+            device: device of the new weight.
         """
         nn_: Any = require("bitsandbytes", extra="quant", purpose="BnbQuantizationConfig").nn
         sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
@@ -226,7 +226,7 @@ def load_and_quantize_model(
         device_map: where modules are: a device for all of them as `{"": "cuda:0"}`, a dict of names, or "auto",
             "balanced", "balanced_low_0", "sequential". None: the current accelerator, or else the CPU. Modules that a
             dict has on "disk", or on "cpu" beside an accelerator, are not quantized.
-        no_split_module_classes: of modules that stay on one device.
+        no_split_module_classes: names of classes whose modules stay on one device.
         max_memory: device -> bytes or a text such as "10GB", for the maps that are made here.
         offload_folder: for modules on "disk" whose weights are of another dtype in the checkpoint; others are read
             there.
@@ -343,8 +343,8 @@ class _Weights:
     """Weights of a model, from a checkpoint or the model itself; checked at once, and read one by one.
 
     Args:
-        model: that they are for.
-        location: of the checkpoint; None for the model's own.
+        model: the model that gets the weights.
+        location: path of the checkpoint; None for the model's own.
         chosen: layers that are quantized.
 
     Raises:
@@ -410,9 +410,9 @@ class _Weights:
         """Read all tensors except weights of quantized layers, with their dtypes and devices; tied tensors once.
 
         Args:
-            config: of the quantization.
-            place: devices.
-            folder: for weights on "disk" that cannot be used where they lie.
+            config: configuration of the quantization.
+            place: devices of weights.
+            folder: folder for weights on "disk" that cannot be used where they lie.
         """
         once: dict[int, Tensor] = {}
         for name, own in self._own.items():
@@ -503,7 +503,7 @@ class _Places:
     """Devices of weights by name, according to a device map.
 
     Args:
-        devices: by name of a module or weight.
+        devices: device by name of a module or weight.
     """
 
     def __init__(self, devices: Mapping[str, Any]) -> None:

@@ -84,8 +84,8 @@ def tensor_bytes(tensor: Tensor, dtype: Dtype | None = None) -> int:
     """Return the bytes of a tensor after it has its values and their dtype.
 
     Args:
-        tensor: any; on the meta device too.
-        dtype: what it is converted to when it is loaded, which only floating tensors are; None for its own.
+        tensor: any tensor, which may be on the meta device.
+        dtype: dtype that a floating tensor is converted to when it is loaded; None for its own.
     """
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         dtype = tensor.dtype
@@ -184,7 +184,7 @@ def largest_layers(
 
     Args:
         model: the model.
-        sizes: its sizes, of `compute_module_sizes`.
+        sizes: the model's sizes, from `compute_module_sizes`.
         no_split_module_classes: names of classes whose modules are not split.
     """
     largest: dict[str, int] = {}

@@ -111,16 +111,16 @@ class NodeAgent:
 
     Args:
         spec: what to run.
-        workers: the same, as torch's agent takes it.
-        folder: the agent's own.
+        workers: the same job in the form that torch's agent takes.
+        folder: the agent's own folder.
         forked: a function that the ranks run in place of a program.
         rendezvous: where the agents meet.
-        watch: of the ranks' heartbeats.
+        watch: watch of the ranks' heartbeats.
         handlers_before: the signal handlers of this process, which hold again in the end.
 
     Attributes:
         has_begun: whether the agents have met.
-        exit_code: the job's.
+        exit_code: exit code of the job.
     """
 
     def __init__(

@@ -55,8 +55,8 @@ def check_program(program: Sequence[str], *, module: bool = False, python: bool 
 
     Args:
         program: a script and its arguments.
-        module: the script is the name of a module, as for `python -m`, which is looked up and not imported.
-        python: run it by this Python; else it is a command of its own.
+        module: whether the script is the name of a module, as for `python -m`; it is looked up and not imported.
+        python: whether this Python runs the script; if not, it is a command of its own.
 
     Raises:
         SettingError: there is no such script, module or command.

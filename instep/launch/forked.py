@@ -43,7 +43,7 @@ class Forked:
 
     Args:
         function: what each rank calls.
-        args: its arguments.
+        args: arguments of the function.
         failure: set by the agent when the job has failed for good.
         interrupted: set by the agent when it got SIGINT.
     """
@@ -129,7 +129,7 @@ class Forked:
         """Return the results of this machine's ranks, once all have ended without an error.
 
         Raises:
-            DistributedError: one has returned nothing, or what cannot be read here.
+            DistributedError: a rank has returned nothing, or an object that cannot be read here.
         """
         for reader in self._readers:
             reader.join(_READ_S)

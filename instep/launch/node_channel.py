@@ -32,9 +32,9 @@ class Alarm:
 
     Args:
         kind: a rank "failed"; a node is "lost"; another node waits, and the group is to "grow".
-        node: who raised it.
-        nodes: how many there were.
-        text: more, for people.
+        node: number of the node that raised the alarm.
+        nodes: number of nodes in the round.
+        text: details for people.
     """
 
     kind: Literal["failed", "lost", "grow"]
@@ -48,9 +48,9 @@ class Round:
     """The number, job and failures of a round, the same for all agents.
 
     Args:
-        number: from 0, over all agents.
+        number: number of the round, from 0, the same for all agents.
         job: the job's name, the same in all rounds and of no other job.
-        failures: rounds that had failed before.
+        failures: number of earlier rounds that failed.
     """
 
     number: int
@@ -65,7 +65,7 @@ def open_round(store: SignedStore, meeting: SignedStore, node: int, job: str) ->
         store: the agents' store, the same in all rounds.
         meeting: a store of this round.
         node: this node's number in the round.
-        job: what to call the job, if it has no name yet.
+        job: name for the job if it has none yet.
     """
     if node == 0:
         name = store.set_once("job", job)
@@ -83,12 +83,12 @@ class NodeChannel:
         store: a connection to the agents' store that nobody else uses.
         round_: the round.
         node: this node's number.
-        nodes: how many there are.
-        patience_s: after so long without an answer a node is lost.
-        count_waiting: how many nodes wait to be let in; None where none may.
+        nodes: number of nodes in the round.
+        patience_s: seconds without an answer after which a node is lost.
+        count_waiting: function that returns how many nodes wait to be let in; None if no node may join.
 
     Attributes:
-        alarm: why the round is over; None while it is not.
+        alarm: reason why the round is over; None while it runs.
         waiting: whether nodes wait to be let in.
     """
 

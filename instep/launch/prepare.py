@@ -54,7 +54,7 @@ def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | Non
     same core.
 
     Args:
-        count: ranks on this machine.
+        count: number of ranks on this machine.
         system: sysfs' folder of the system.
         allowed: the cores that this process may use; by default asked of the system.
 
@@ -158,7 +158,7 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 
     Args:
         spec: the job.
-        again: whether whoever started this agent may start it again; a notebook does not.
+        again: whether this agent may be started again for the same job; a notebook never does that.
     """
     # SLURM does not requeue a command that was typed into a shell. All commands of one shell belong to one step, so the
     # step cannot tell them apart.
@@ -183,7 +183,7 @@ def secret_of(spec: LaunchSpec) -> Secret:
     a warning.
 
     Raises:
-        SettingError: the given one is unfit.
+        SettingError: the user's secret cannot be used.
     """
     if spec.num_nodes == 1:
         return make_secret()

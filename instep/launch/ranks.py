@@ -19,11 +19,11 @@ class Ranks:
     """The ranks of one start on this node.
 
     Args:
-        processes: torch's.
-        say: prints a line.
+        processes: torch's object for the processes.
+        say: function that prints a line.
 
     Attributes:
-        killed: those that did not end in their time.
+        killed: ranks that were killed since they did not end in time.
     """
 
     def __init__(self, processes: Processes, say: Callable[[str], None]) -> None:
@@ -71,8 +71,8 @@ class Ranks:
         """Describe the ranks that ended badly.
 
         Args:
-            first: the codes seen when the first of them did.
-            beats: tells how far they were.
+            first: exit codes seen when the first rank ended badly.
+            beats: heartbeats, which tell how far each rank was.
         """
         slots, host = beats.read(), socket.gethostname()
         # the end of a killed rank may be noticed after the ends of ranks whose connections broke

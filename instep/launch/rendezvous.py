@@ -47,8 +47,8 @@ class Nodes(RendezvousHandler):
 
     Attributes:
         elastic: whether nodes may leave and come.
-        patience_s: a node that is silent for so long is lost.
-        renew: the agent wants a new round, since a node waits to be let in.
+        patience_s: seconds of silence after which a node is lost.
+        renew: whether the agent wants a new round because a node waits to be let in.
     """
 
     elastic = False
@@ -109,8 +109,8 @@ class OneNode(Nodes):
 
     Args:
         spec: what the agent runs.
-        secret: the job's.
-        folder: the agent's, which nobody else can enter.
+        secret: the job's secret.
+        folder: the agent's folder, which no other user can enter.
     """
 
     def __init__(self, spec: LaunchSpec, secret: Secret, folder: Path) -> None:
@@ -240,8 +240,8 @@ def make_rendezvous(spec: LaunchSpec, secret: Secret, folder: Path) -> Nodes:
 
     Args:
         spec: what the agent runs.
-        secret: the job's.
-        folder: the agent's, which nobody else can enter.
+        secret: the job's secret.
+        folder: the agent's folder, which no other user can enter.
     """
     if spec.num_nodes == 1:
         return OneNode(spec, secret, folder)

@@ -20,11 +20,11 @@ class SignedStore:
 
     Args:
         store: the store.
-        secret: the job's.
-        name: of the store, so that no value can be moved here from another one.
+        secret: the job's secret.
+        name: name of the store, so that a value of another store is refused here.
 
     Raises:
-        DistributedError: on reading, what lies there was not signed with this job's secret.
+        DistributedError: (when a value is read) it was not signed with this job's secret.
     """
 
     def __init__(self, store: Store, secret: Secret, name: str) -> None:
@@ -77,9 +77,9 @@ class SignedBackend(RendezvousBackend):
     """torch's backend of the "c10d" rendezvous with a MAC before its state, which is a pickle.
 
     Args:
-        store: the agents'.
-        run_id: the job's.
-        secret: the job's.
+        store: the agents' store.
+        run_id: id of the job.
+        secret: the job's secret.
     """
 
     _NOTHING = b"-"  # written first, since a store's `get` would wait for a first value

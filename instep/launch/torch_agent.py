@@ -62,7 +62,7 @@ class TorchAgent(LocalElasticAgent):
         workers: what the ranks run, and how the agents meet.
         logs_specs: where the ranks print.
         forked: whether the ranks are forks of this process.
-        steps: the engine's.
+        steps: the engine's steps.
     """
 
     def __init__(self, workers: WorkerSpec, logs_specs: DefaultLogsSpecs, forked: bool, steps: Steps) -> None:
@@ -108,9 +108,9 @@ class Processes:
     """The processes of one start, by global rank.
 
     Args:
-        context: torch's.
-        group: which rank each of them is.
-        forked: they were forked from this process, and are no programs of their own.
+        context: torch's context of the processes.
+        group: the rank of each process.
+        forked: whether the processes were forked from this one, and are no programs of their own.
     """
 
     def __init__(self, context: Any, group: WorkerGroup, forked: bool) -> None:

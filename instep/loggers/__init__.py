@@ -87,7 +87,7 @@ def logger_class(name: str) -> type[Logger]:
     """Return the logger class for a name.
 
     Raises:
-        SettingError: nobody registered it.
+        SettingError: no logger is registered under the name.
     """
     known = name if name in _names else NAMES.get(name, NAMES.get(name.lower()))
     if known is None:

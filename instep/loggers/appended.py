@@ -25,11 +25,11 @@ class AppendedFile:
     copied first, since both may lead out of the run folder.
 
     Args:
-        path: of the file, made where it is missing.
+        path: path of the file, which is created if it is missing.
 
     Raises:
-        UsageError: it is a link.
-        OSError: it cannot be written, or is no regular file.
+        UsageError: the file is a link.
+        OSError: the file cannot be written, or is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class AppendedFile:
 
         Raises:
             UsageError: `stop` was called.
-            OSError: the disk does not take all of it; the file is as before.
+            OSError: the disk does not take all of the data; the file is as before.
         """
         with self._going():
             end, left = os.fstat(self._fd).st_size, memoryview(data)
@@ -169,7 +169,7 @@ def check_no_link(path: Path) -> None:
     """Raise if a logger's file is a link.
 
     Raises:
-        UsageError: it is one.
+        UsageError: the file is a link.
     """
     if os.path.islink(path):
         raise UsageError(f"{path} is a link to {os.readlink(path)}: what is logged would be written there. Remove it.")

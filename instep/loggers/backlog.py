@@ -74,7 +74,7 @@ class Record(NamedTuple):
         """Read a record from a line that `line` made.
 
         Raises:
-            ValueError: it is no record.
+            ValueError: the line is no record.
         """
         try:
             return Record._of(json.loads(line))
@@ -137,7 +137,7 @@ class Backlog:
     the file are valid.
 
     Args:
-        path: of the file, made where it is needed.
+        path: path of the file, which is created when it is needed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -202,8 +202,8 @@ class Backlog:
         """Remove the first records that the last `peek` returned, since they have arrived.
 
         Args:
-            number: of the records.
-            place: rows that the logger's file has now.
+            number: number of records to remove.
+            place: number of rows that the logger's file has now.
         """
         with self._lock:
             self.place = place
@@ -219,7 +219,7 @@ class Backlog:
         """Write the records in memory into the file.
 
         Args:
-            sync: wait until the disk has it.
+            sync: whether to wait until the disk has the file.
         """
         with self._lock:
             self._spill(sync)
@@ -230,11 +230,11 @@ class Backlog:
         Called once, before the first `peek`. Records that were spilled before this call stay behind them.
 
         Args:
-            keep: whether a record still waits.
-            place: rows that the logger's file has.
+            keep: function that returns True for a record that still waits.
+            place: number of rows that the logger's file has.
 
         Returns:
-            how many records were kept.
+            The number of records that were kept.
         """
         with self._lock:
             self.place = self._next_row = place

@@ -201,7 +201,7 @@ class Logger:
         """Raise if the tracker's package is missing.
 
         Raises:
-            MissingPackageError: the text has the `pip install`.
+            MissingPackageError: the package is missing; the text has the `pip install`.
         """
         if cls._NEEDS is not None:
             package, extra = cls._NEEDS
@@ -292,9 +292,9 @@ class Logger:
         """Record metrics.
 
         Args:
-            metrics: numbers by name. A 0-dim tensor is turned into one, which waits for its device; of a dict each
-                entry is one, under both names joined by "/".
-            step: the global step, in optimizer steps. None: the one after the last.
+            metrics: numbers by name. A 0-dim tensor is turned into a number, which waits for its device. Each entry of
+                a nested dict is a metric, and its name is both names joined by "/".
+            step: the global step, in optimizer steps. None: the step after the last one.
 
         Raises:
             LogError: a value is not a number.
@@ -328,9 +328,9 @@ class Logger:
 
         Args:
             kind: "metrics", "text", "image", "audio", "video", "figure", "histogram" or "table".
-            values: by name, as the method of the kind takes them.
+            values: the values by name, as the method of the kind (`log_image`, ...) takes them.
             step: the global step. None: that of the run, else the last one.
-            **options: of the kind, such as `sample_rate`.
+            **options: options of the kind, such as `sample_rate`.
 
         Raises:
             LogError: a value is not of its kind.
@@ -365,8 +365,8 @@ class Logger:
             text: the text.
             step: the global step. None: that of the run, else the last one.
             columns: column names of a table of texts, as in `log_table`.
-            data: its rows.
-            dataframe: in the place of both.
+            data: rows of that table.
+            dataframe: a dataframe in place of `columns` and `data`.
         """
         if columns is not None or data is not None or dataframe is not None:
             self.log("table", {str(key): None}, step, columns=columns, data=data, dataframe=dataframe)
@@ -377,7 +377,7 @@ class Logger:
         """Record one picture or several under a name.
 
         Args:
-            key: their name.
+            key: name of the pictures.
             images: one or a list of: tensors of shape (channels, height, width), floats in 0 to 1 or integers in 0 to
                 255; arrays of that shape or (height, width, channels); PIL images; paths. Or a batch of 4 dimensions.
             step: the global step. None: that of the run, else the last one.
@@ -393,7 +393,7 @@ class Logger:
         """Record sounds.
 
         Args:
-            key: their name.
+            key: name of the sounds.
             audios: one or a list of: floats in -1 to 1 of shape (samples,), (samples, channels) or (channels, samples).
             step: the global step. None: that of the run, else the last one.
             **kwargs: `sample_rate`, 44,100 unless given, and `caption`; one value or a list of them.
@@ -404,7 +404,7 @@ class Logger:
         """Record videos.
 
         Args:
-            key: their name.
+            key: name of the videos.
             videos: one or a list of tensors or arrays of shape (frames, channels, height, width).
             step: the global step. None: that of the run, else the last one.
             **kwargs: `fps`, frames a second, 4 unless given, and `caption`; one value or a list of them.
@@ -434,9 +434,9 @@ class Logger:
         """Keep a file or folder with the run. The thread reads it later, so it must still exist then.
 
         Args:
-            path: of the file or folder.
-            name: None for that of the path.
-            type: such as "model" or "dataset".
+            path: path of the file or folder.
+            name: name in the tracker. None: the last part of the path.
+            type: kind of the artifact, such as "model" or "dataset".
         """
         if self.delivery.is_main and _has_place(self, "artifact"):
             from instep.loggers.kinds import Artifact  # imported late: it loads NumPy
@@ -448,7 +448,7 @@ class Logger:
         """Record the git commit, uncommitted changes, and the script's path.
 
         Args:
-            folder: in the git repository. None: the working directory.
+            folder: a folder in the git repository. None: the working directory.
         """
         if self.delivery.is_main:
             from instep.loggers.kinds import code_state  # imported late: it loads NumPy
@@ -462,10 +462,10 @@ class Logger:
 
         Args:
             params: a mapping, Namespace, dataclass or OmegaConf container, nested as you like; values that the logger
-                cannot hold are written as text.
-            metrics: numbers to stand beside them, where the logger has a place for that; one number alone is named
-                "hp_metric".
-            step: the global step of these metrics. None: the last one.
+                cannot store are written as text.
+            metrics: numbers to store beside the hyperparameters, if the logger has a place for them; one number alone
+                is named "hp_metric".
+            step: the global step of `metrics`. None: the last step.
 
         Raises:
             UsageError: `params` has no names.
@@ -501,7 +501,7 @@ class Logger:
             module: the model.
             log: "gradients", "parameters", "all" or None.
             log_freq: backward passes between two records.
-            log_graph: record the graph too.
+            log_graph: whether to record the model's graph too.
         """
         if self.delivery.is_main and _has_place(self, "watch"):
             self.delivery.ask(partial(self._log_watch, module, log, log_freq, log_graph))
@@ -522,8 +522,8 @@ class Logger:
         """Keep a checkpoint with the run.
 
         Args:
-            path: of the checkpoint's folder or file.
-            aliases: names that it has in the tracker beside its own, such as "best".
+            path: path of the checkpoint's folder or file.
+            aliases: further names of the checkpoint in the tracker, such as "best".
         """
         if self.delivery.is_main and (takes(type(self), "checkpoint") or _has_place(self, "artifact")):
             self.delivery.put("_log_checkpoint", (to_path(path), list(aliases)))
@@ -551,11 +551,11 @@ class Logger:
         """Continue the run of this state at the next start; an open logger is closed first.
 
         Args:
-            state_dict: what `state_dict` gave; `global_step` beside it says where the checkpoint was saved, for what
-                was logged at that step but after the save, such as a test's result: it is kept.
+            state_dict: result of `state_dict`, with the step of the checkpoint as `global_step`. Values that were
+                logged at that step but after the save, such as a test's result, are kept.
 
         Raises:
-            CorruptCheckpointError: its version leads out of the folder of logs.
+            CorruptCheckpointError: the state's version leads out of the folder of logs.
         """
         self.delivery.load_state_dict(state_dict)
 

@@ -31,7 +31,7 @@ class ClearMLLogger(Logger):
     Args:
         project_name: the project. None: CLEARML_PROJECT, else "instep".
         task_name: the task's name. None: CLEARML_TASK, else "run".
-        offline: whether it is written into a folder. None: as CLEARML_OFFLINE_MODE says.
+        offline: whether the task is written into a folder. None: as CLEARML_OFFLINE_MODE says.
         auto_connect_frameworks: whether ClearML records what other loggers write too, and each `torch.save`.
         **kwargs: `save_dir`, `version` (the id of a task to continue) and the others of `Logger`, and further arguments
             of `Task.init`: task_type, tags, output_uri, ...

@@ -53,23 +53,23 @@ class Writer:
     """A logger as its delivery sees it: its hooks, and the settings from its arguments.
 
     Args:
-        kind: its class.
-        save_dir: its argument.
-        base: folder with one folder per run; None: it writes into the run's, wherever that is.
-        asked: name of a folder in `base` that the user asked for; None leaves it open.
-        sub_dir: folder below that of the run.
-        is_local: a resumed run takes back what was written after the checkpoint; else the tracker keeps it.
-        owns_folders: the tracker's package names the places of its runs.
-        per_rank: every rank writes.
+        kind: the logger's class.
+        save_dir: the logger's argument.
+        base: folder with one folder per run; None: the logger writes into the run folder, wherever that is.
+        asked: name of a folder in `base` that the user asked for; None if the user named none.
+        sub_dir: folder below the run's folder.
+        is_local: whether a resumed run removes what was written after the checkpoint; if not, the tracker keeps it.
+        owns_folders: whether the tracker's package names the places of its runs.
+        per_rank: whether every rank writes.
         x_axis: what metrics are drawn over.
         start_timeout_s: seconds that the start waits for the tracker.
         flush_timeout_s: seconds that the end waits for the tracker.
-        file: its file, if it has one.
-        takes_many: rows of metrics are written several at once, all or none.
+        file: the logger's file, if it has one.
+        takes_many: whether several rows of metrics are written at once, all or none.
         hook: returns a hook by its name.
         finalize: closes the logger, by the method that a subclass may have overridden.
-        code: records the state of the program at the begin of a run; None: nobody asked for it.
-        arguments: returns the plain arguments of which `instep runs sync` makes the logger again.
+        code: records the state of the program when a run begins; None if `save_code` is False.
+        arguments: returns the plain arguments from which `instep runs sync` makes the logger again.
     """
 
     kind: type[Any]
@@ -96,7 +96,7 @@ class Delivery:
 
     Args:
         writer: the logger.
-        version: its argument; the tracker's id, where that names its runs.
+        version: the logger's argument; the tracker's id if the tracker names its runs.
     """
 
     def __init__(self, writer: Writer, version: int | str | None) -> None:
@@ -167,8 +167,8 @@ class Delivery:
         """Connect with a Trainer, whose next run calls `start`.
 
         Args:
-            claim: makes the run folder, if it is not there yet, and returns it.
-            decides: the run folder stands where this logger's `save_dir` says.
+            claim: function that creates the run folder, if it does not exist, and returns it.
+            decides: whether this logger's `save_dir` chooses the run folder.
             number: index of this logger among the run's loggers of its class.
         """
         self._claim, self._decides, self._number = claim, decides, number
@@ -187,8 +187,8 @@ class Delivery:
         Args:
             run_dir: the run folder, used unless the logger has a `save_dir`.
             is_main: True on the main process; elsewhere nothing is written, unless the logger is `per_rank`.
-            begins: the run is new: it writes into no folder of an earlier one.
-            step_of_run: returns the global step, for what is logged without one.
+            begins: whether the run is new, so that it writes into no folder of an earlier run.
+            step_of_run: function that returns the global step, for records that are logged without a step.
 
         Raises:
             InstepError: the logger cannot be opened with these settings. A tracker that cannot be reached is no error:
@@ -222,12 +222,12 @@ class Delivery:
         """At the next start, send only the waiting records of a finished run.
 
         Args:
-            version: of the run.
+            version: version of the run.
             number: index of this logger among the run's loggers of its class.
-            rank: of the process that wrote.
+            rank: rank of the process that wrote the records.
             status: how the run ended.
-            folder: where it wrote.
-            is_strangers: its note was not written by this user.
+            folder: folder that this process wrote into.
+            is_strangers: whether the note of the run was not written by this user.
         """
         self.version, self._number, self._rank, self.status = version, number, rank, status
         self._rest_dir, self.is_strangers = folder, is_strangers
@@ -336,9 +336,9 @@ class Delivery:
         """Send one call of a hook, now or at the next start.
 
         Args:
-            hook: its name.
-            args: plain values.
-            step: the global step; None: the record is of none.
+            hook: name of the hook.
+            args: the call's arguments, as plain values.
+            step: the global step; None for a record without a step.
         """
         record = Record(hook, args, step, time.time())
         if self.sender is None and (self.run_dir is not None or (self.writer.base is not None and self._claim is None)):
@@ -361,7 +361,7 @@ class Delivery:
 
         Args:
             function: what to run.
-            after_all: run it once all earlier records were sent; an error of its own is a warning then.
+            after_all: whether to run it only once all earlier records were sent; its error is then a warning.
         """
         if not self.open() or self.sender is None:
             return None
@@ -435,7 +435,7 @@ class Delivery:
         """Continue the run of this state at the next start.
 
         Raises:
-            CorruptCheckpointError: its version leads out of the folder of logs.
+            CorruptCheckpointError: the state's version leads out of the folder of logs.
         """
         if self.is_open:
             self.close("success")
@@ -576,8 +576,8 @@ class Marks:
     """Record of what a tracker already has, so that a resumed run sends nothing twice.
 
     Args:
-        at_checkpoint: the last step by name that had been logged when the checkpoint was saved.
-        exact: what an earlier process left has been held against what the tracker has, record by record.
+        at_checkpoint: last step logged before the checkpoint, by metric.
+        exact: whether the records that an earlier process left were compared with those in the tracker, one by one.
     """
 
     def __init__(self, at_checkpoint: Mapping[str, int] | None = None, exact: bool = False) -> None:

@@ -25,7 +25,7 @@ class DVCLiveLogger(Logger):
         run_name: the name of the DVC experiment; the same as `name`.
         experiment: a `dvclive.Live`, used as it is and left open.
         dir: the folder. None: `dvclive` in the run folder.
-        resume: whether a first run too goes on with what is in `dir`, instead of removing it.
+        resume: whether a run that was not resumed, too, continues the files in `dir` and does not remove them.
         report: "html", "md" or "notebook".
         save_dvc_exp: whether the run is saved as a DVC experiment at its end, which needs a git repository.
         dvcyaml: the path of `dvc.yaml`, or None or False for no such file. "dvc.yaml" stands in the folder itself.

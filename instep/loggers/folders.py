@@ -42,15 +42,15 @@ def choose_place(
     All names are those of folders in the same parent folder, `<save_dir>/<name>` or `instep_runs`.
 
     Args:
-        asked: the name that the user gave by a logger's `version`; None leaves it open.
+        asked: the name that the user gave by a logger's `version`; None if there is none.
         opened: the folder that was opened before the run, which takes it.
         run: for a logger, the folder of its run: one run has one folder, unless the user asked for another.
-        goes_on: the folder that is gone on in: that of the resumed run, or of the one that is evaluated.
-        is_free: the asked folder has nothing of another run.
+        goes_on: the folder to continue in: that of the run that is resumed or evaluated.
+        is_free: whether the folder `asked` has nothing of another run.
         next_number: the number of the next folder `version_<n>`.
 
     Returns:
-        The first that there is: `opened`, `run`, `goes_on`, `asked` if it is free, the next number.
+        The first of these that is given: `opened`, `run`, `goes_on`, `asked` if it is free, the next number.
 
     Example:
         >>> choose_place("best", is_free=False, next_number=3)
@@ -115,7 +115,8 @@ def runs_in(base: Path, shared: bool) -> list[Path]:
 
     Args:
         base: the folder.
-        shared: names may be any, and others may have folders there: only runs of instep count, and no links.
+        shared: whether `base` may hold folders of other programs, and runs of any name. Then only runs of instep are
+            listed, and no links.
     """
     if not base.is_dir():
         return []

@@ -120,13 +120,13 @@ def to_image(name: str, value: Any, caption: str | None = None) -> Image:
     """Make an image.
 
     Args:
-        name: for the error's text.
+        name: name of the image, for the error's text.
         value: a tensor of shape (channels, height, width) or (height, width), floats in 0 to 1 or integers in 0 to 255;
             a NumPy array of the same, or of shape (height, width, channels); a PIL image; a path of a picture.
         caption: text beside it.
 
     Raises:
-        LogError: it is none of these.
+        LogError: the value is none of these.
     """
     if isinstance(value, Image):
         return value
@@ -152,7 +152,7 @@ def to_audio(name: str, value: Any, sample_rate: int = 44_100, caption: str | No
     """Make a sound of floats in -1 to 1, of shape (samples,), (samples, channels) or, from torch, (channels, samples).
 
     Raises:
-        LogError: it has another shape.
+        LogError: the value has another shape.
     """
     if isinstance(value, Audio):
         return value
@@ -170,7 +170,7 @@ def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) ->
     """Make a video of a tensor or array: (frames, channels, height, width) or (frames, height, width, channels).
 
     Raises:
-        LogError: it has another shape.
+        LogError: the value has another shape.
     """
     if isinstance(value, Video):
         return value
@@ -229,7 +229,7 @@ def to_figure(name: str, figure: Any, close: bool = True) -> Image:
     """Draw a matplotlib figure.
 
     Raises:
-        LogError: it is none.
+        LogError: the value is no matplotlib figure.
     """
     figure = getattr(figure, "figure", figure)  # an Axes of matplotlib has its figure in this attribute
     if not hasattr(figure, "savefig"):
@@ -373,7 +373,7 @@ def from_json(value: Any) -> Any:
     """Convert the JSON of `to_json` back; tuples become lists.
 
     Raises:
-        ValueError: it is nothing that `to_json` gives.
+        ValueError: the value is not a result of `to_json`.
     """
     if isinstance(value, list):
         return [from_json(item) for item in value]

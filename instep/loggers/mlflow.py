@@ -38,18 +38,19 @@ class MLFlowLogger(Logger):
     parameters, which MLflow never changes; if a resumed run has another value, it becomes a tag.
 
     Args:
-        experiment_name: None: MLFLOW_EXPERIMENT_NAME, else "instep_runs".
-        run_name: None: MLflow makes one up.
+        experiment_name: the experiment's name. None: MLFLOW_EXPERIMENT_NAME, else "instep_runs".
+        run_name: the run's name. None: MLflow chooses one.
         tracking_uri: "sqlite:///..." or "http://...". None: MLFLOW_TRACKING_URI, else `mlflow.db` in `save_dir`.
-        tags: of the run, also as JSON. None: MLFLOW_TAGS.
+        tags: tags of the run, as a dict or as JSON. None: MLFLOW_TAGS.
         save_dir: the folder of the database. None: the one above the run folder.
         log_model, prefix, options: as for `Logger`.
         artifact_location: where a new experiment keeps files. None: `mlartifacts` beside the database, or the server's.
         run_id: the MLflow run to go on with. None: MLFLOW_RUN_ID, else a new one.
         synchronous: of no effect: a thread of the logger waits for MLflow, and nothing else does.
         logging_dir: the same as `artifact_location`.
-        nested_run: below `parent_run_id`, or the run that `mlflow.start_run` has opened in the script.
-        parent_run_id: the run above this one.
+        nested_run: whether the run is a child of `parent_run_id`, or of the run that the script opened by
+            `mlflow.start_run`.
+        parent_run_id: id of the parent run.
         description: a text on the run's page.
         registered_model_name: each logged checkpoint becomes a version of this model in MLflow's registry.
         log_system_metrics: let MLflow record CPU, memory, disk and GPU from a thread. None: as

@@ -45,9 +45,9 @@ class RowFile(OutputFile, ABC):
         """Open the file, with the rows that a resumed run keeps.
 
         Args:
-            folder: of the file.
-            keep: rows that were there at the checkpoint; None keeps all.
-            last_step: later rows are kept up to the checkpoint's step: they are logged again behind it.
+            folder: folder of the file.
+            keep: number of rows that the file had at the checkpoint; None keeps all rows.
+            last_step: step of the checkpoint. Later rows up to this step are kept too; the resumed run logs them again.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.rows, self.later_rows, self._had = 0, [], (0, frozenset())

@@ -42,7 +42,7 @@ class LogFile:
     """A growing file of a logger; there is a subclass for each kind.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Attributes:
         problems: what could not be read, one line each.
@@ -203,7 +203,7 @@ class WandbFile(LogFile):
 
     Attributes:
         config: the hyperparameters that were read so far.
-        exit_code: that of the run; None before its end.
+        exit_code: exit code of the run; None before its end.
     """
 
     def __init__(self, path: Path) -> None:

@@ -52,8 +52,8 @@ class Sender:
 
     Args:
         books: those of the logger, by which it opens, writes and closes.
-        name: of the logger, for texts.
-        backlog: what waits.
+        name: name of the logger, for texts.
+        backlog: records that wait.
     """
 
     def __init__(self, books: Delivery, name: str, backlog: Backlog) -> None:
@@ -106,12 +106,12 @@ class Sender:
 
         Args:
             function: what to run.
-            timeout_s: how long to wait.
-            after_all: run it once all that waits now has been sent, or cannot be.
-            early: send what would wait for more, too.
+            timeout_s: seconds to wait.
+            after_all: whether to run it only once all records that wait now were sent, or cannot be.
+            early: whether to send also records that would wait for more.
 
         Raises:
-            TimeoutError: it did not come to its end in time.
+            TimeoutError: the function did not end in time.
         """
         if threading.current_thread() is self.thread:
             return function()
@@ -129,8 +129,8 @@ class Sender:
         """Send the records that are due; write late ones to the disk. Return True if all arrived.
 
         Args:
-            timeout_s: how long to wait.
-            early: send what would wait for more, too.
+            timeout_s: seconds to wait.
+            early: whether to send also records that would wait for more.
         """
         with suppress(TimeoutError):
             self.ask(lambda: None, timeout_s, after_all=True, early=early)
@@ -144,8 +144,8 @@ class Sender:
         """Send all waiting records, close the tracker and end the thread; warn of records that did not arrive.
 
         Args:
-            finalize: closes the tracker.
-            timeout_s: how long all of that may last.
+            finalize: function that closes the tracker.
+            timeout_s: most seconds that all of this takes.
         """
         end_s = time.monotonic() + timeout_s
 

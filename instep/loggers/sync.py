@@ -70,8 +70,9 @@ def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None 
 
     Args:
         run: the run folder.
-        timeout_s: how long one logger may take.
-        ask: gets a text that says what would be sent where, and raises if that is not to be. None: it is not to be.
+        timeout_s: seconds that one logger may take.
+        ask: function that is called before records are sent that this user's instep did not write. It gets a text of
+            what would be sent where, and raises to refuse. None: such records are refused.
 
     Raises:
         SettingError: the logger is not known, a file belongs to another user, or something leads out of the folder.
@@ -153,7 +154,7 @@ def _settle_places(kind: type[Logger], arguments: dict[str, Any], run: Path) -> 
     A place that the environment names replaces the note's place.
 
     Raises:
-        SettingError: one is outside of the run folder.
+        SettingError: a place is outside of the run folder.
     """
     places = {**kind._PATHS, **kind._HOSTS}
     for name in arguments.keys() & places.keys():

@@ -32,7 +32,7 @@ class TrackioLogger(Logger):
     be written. To a server or a Space, Trackio sends the rows from its own thread.
 
     Args:
-        project: None: "instep_runs".
+        project: the project. None: "instep_runs".
         name: the run's name.
         save_dir: the folder of all projects. None: TRACKIO_DIR, else Trackio's own in `~/.cache/huggingface`.
         version: the name of a run to go on with.

@@ -47,7 +47,7 @@ def version_in(note: Mapping[str, Any]) -> int | str | None:
     """Return the version that a note contains.
 
     Raises:
-        SettingError: it leads out of a folder, or is of another kind.
+        SettingError: the version leads out of a folder, or is neither a folder's name nor a number.
     """
     version = note.get("version")
     if not is_version(version):
@@ -77,7 +77,7 @@ def arguments_in(note: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the logger's arguments that a note contains.
 
     Raises:
-        SettingError: one is no plain value.
+        SettingError: an argument is no plain value.
     """
     given = note.get("arguments")
     arguments = given if isinstance(given, dict) else {}
@@ -106,7 +106,7 @@ def why_not(record: Record, run: Path) -> str:
     """Return why a record without this user's mark is not sent; "" if it may be sent.
 
     Args:
-        record: of a file in the run folder.
+        record: record from a file in the run folder.
         run: the run folder.
     """
     if record.hook not in _HOOKS:

@@ -77,7 +77,7 @@ class WandbLogger(Logger):
         mode: "online", "offline", "disabled" or "shared". None: WANDB_MODE, else online.
         init_timeout_s: seconds to wait for the server at the start.
         finish_timeout_s: seconds to wait for uploads at the end.
-        fall_back_offline: what a server that cannot be reached leads to: True a warning and an offline run, False an
+        fall_back_offline: whether the run continues offline, with a warning, if the server cannot be reached. False: an
             error.
         **init: `x_axis` and the others of `Logger`, and further arguments of `wandb.init`: entity, group, tags, notes,
             job_type, settings as a dict, ...

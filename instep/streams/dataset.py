@@ -33,10 +33,10 @@ class StreamDataset(Dataset[Any]):
     """Records of many files, as a map-style data set that is read nearly as fast as its files are.
 
     The records are numbered through all files. So a `DataLoader(stream, shuffle=True)` that the Trainer or the
-    Accelerator gets is divided over ranks and workers exactly, and resumes in O(1) at another number of both. Its order
-    is a pure function of (seed, epoch): the files come in a random sequence, and `window` records in a row are shuffled
-    among themselves. The order takes no memory, however many records there are. With shuffle=False the records come in
-    the order of the files.
+    Accelerator gets is divided over ranks and workers exactly, and resumes in O(1) with another number of ranks or
+    workers. Its order is a pure function of (seed, epoch): the files come in a random sequence, and `window` records in
+    a row are shuffled among themselves. The order takes no memory, however many records there are. With shuffle=False
+    the records come in the order of the files.
 
     The number of records of each file, and the place of each record, are found once and kept in `cache`, by path, size
     and time of change. While a run is stopped, files may be appended to the list of `shards`: the interrupted epoch
@@ -58,16 +58,16 @@ class StreamDataset(Dataset[Any]):
         bucket: sort the records of a window by `length`, and cut them into groups of so many, which come in a drawn
             sequence: give it the samples of all ranks in a step, so that a batch needs little padding. 0: do not.
         counts: number of records of each file, where it is known; checked when the file is opened.
-        columns: those of a table that are read; None: all.
+        columns: columns of a table that are read; None: all.
         length: the field of a record that is its length, or that has it by `len`; gives `lengths`.
         on_bad_sample: "raise" a DataError that names file and place for a record that cannot be read or decoded, or
             "skip": leave it out of its batch. No sample takes its place, so every other sample still counts once; the
             batch has one sample less, and weighs in the mean over ranks as it would with it. `left_out()` says which.
-        format: of all files: "jsonl", "parquet", "arrow", "tar" or "text"; None: by their suffix.
+        format: format of all files: "jsonl", "parquet", "arrow", "tar" or "text"; None: by their suffix.
         cache: folder for indices and copies; None: `$XDG_CACHE_HOME/instep/streams`, or `~/.cache/instep/streams`.
-        keep_bytes: decoded row groups that a process keeps.
+        keep_bytes: most bytes of decoded row groups that a process keeps.
         max_record_bytes: a longer line or group of files is an error when the file is indexed.
-        storage_options: for the file systems of fsspec.
+        storage_options: options for the file systems of fsspec.
 
     Raises:
         SettingError: a setting is wrong, or a format is not known.
@@ -224,7 +224,8 @@ class StreamDataset(Dataset[Any]):
         """Return how many samples this process and its workers left out, and the places of the last ones.
 
         Args:
-            across_ranks: of all ranks together, alike on each. Collective: every rank has to call it.
+            across_ranks: whether to count the samples of all ranks; each rank gets the same result. Then the call is
+                collective.
 
         Example:
             >>> import tempfile, pathlib
@@ -307,7 +308,7 @@ class StreamDataset(Dataset[Any]):
         """Continue an interrupted epoch with the files of `mark`.
 
         Raises:
-            DataError: the files are not those, with others after them at most.
+            DataError: the files are not those of `mark`, after which only new files may come.
         """
         mark = mark if isinstance(mark, dict) else {}
         files = mark.get("files")

@@ -58,11 +58,11 @@ _ASKED = (_WAIT, AT_FIRST, COMPARED)
 
 
 class Pattern(NamedTuple):
-    """The readers that read the same samples, among which these are divided.
+    """Whether ranks and workers read the same samples, which are then divided among them.
 
     Attributes:
-        ranks: the ranks read alike.
-        workers: the workers of a rank do.
+        ranks: whether the ranks read the same samples.
+        workers: whether the workers of a rank read the same samples.
     """
 
     ranks: bool
@@ -275,11 +275,11 @@ class DividedDataset(IterableDataset[Any]):
 
     Args:
         source: the user's data set, or a loader whose batches are the units.
-        unit: samples of a block.
+        unit: number of samples in a block.
         board: shared by the readers of this process.
         shard: this rank among the others.
-        alone: the data set is told of no workers.
-        restored: a state of `state_dict`, to go on from.
+        alone: whether the data set sees no workers.
+        restored: result of `state_dict` at which to resume.
     """
 
     def __init__(
@@ -341,12 +341,12 @@ class Division:
     Args:
         loader: a plain `DataLoader` or torchdata's over iterable data, or any other iterable of batches.
         shard: this rank among those that share the data.
-        ask: whether the readers are compared. False: they are taken for alike, and the data set is told of no workers.
+        ask: whether the readers are compared. False: they are assumed to read alike, and the data set sees no workers.
 
     Attributes:
-        pattern: what is divided; None where that is not known yet.
-        unit: samples of a block; 1 where the units are batches.
-        loader: what gives this rank's batches.
+        pattern: how the readers read alike; None if unknown yet.
+        unit: number of samples in a block; 1 if the units are batches.
+        loader: loader of this rank's batches.
         started: the iterator whose workers `end_workers` ends; None where there are none.
     """
 
@@ -405,9 +405,9 @@ class Division:
         """Start the readers of a pass, which wait for `settle`.
 
         Args:
-            seed: of the data.
+            seed: seed of the data.
             place: epoch and cycle.
-            restored: a state of `state_dict` to read on from.
+            restored: result of `state_dict` at which to resume.
         """
         head = [_WAIT, seed >> 32, seed & 0xFFFFFFFF, *place, 0, 0]
         self._board.head.copy_(torch.tensor(head, dtype=torch.int64))
@@ -427,11 +427,11 @@ class Division:
 
         Args:
             begin: returns the sample that the pass begins with: of the common order, or else of each reader's own.
-            strict: it is an error if the stream ends before.
+            strict: whether it is an error if the stream ends before that sample.
             read: the sample that the readers stand at now.
 
         Raises:
-            DataError: it cannot be told.
+            DataError: it cannot be found out what is divided.
         """
         if self.pattern is None:
             self.pattern = self._compare()

@@ -45,7 +45,7 @@ class Reader(ABC):
     """An open shard.
 
     Args:
-        path: of the file on this machine.
+        path: path of the file on this machine.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,9 +70,9 @@ class Ranges(Reader):
     """Records one behind the other: record i is the bytes from `starts[i]` to `starts[i + 1]`.
 
     Args:
-        path: of the file on this machine.
-        starts: what `scan` found.
-        most: bytes that a record may have.
+        path: path of the file on this machine.
+        starts: result of `scan`.
+        most: most bytes that a record may have.
     """
 
     def __init__(self, path: Path, starts: Array, most: int) -> None:
@@ -226,7 +226,7 @@ def _key_of(member: tarfile.TarInfo) -> tuple[str, str] | None:
     """Return the base name and the rest of a member's name; None for a member that belongs to no record.
 
     Raises:
-        tarfile.ReadError: it is a sparse file, or its name leads out of the folder.
+        tarfile.ReadError: the member is a sparse file, or its name leads out of the folder.
     """
     if member.type not in (*_PLAIN, tarfile.GNUTYPE_SPARSE):
         return None
@@ -246,9 +246,9 @@ class Table(Reader):
     it to.
 
     Args:
-        path: of the file on this machine.
-        kept: where groups are kept.
-        columns: those that are read; None: all.
+        path: path of the file on this machine.
+        kept: the groups that were read last.
+        columns: columns that are read; None: all.
     """
 
     bounds: Array  # number of the first row of each group; last, the number of all rows

@@ -41,8 +41,8 @@ class Index:
 
     Args:
         cache: the folder; `index` and `copies` in it are used.
-        options: for the file system of fsspec.
-        most: bytes that a record may have.
+        options: options for the file system of fsspec.
+        most: most bytes that a record may have.
     """
 
     def __init__(self, cache: Path, options: Mapping[str, Any], most: int) -> None:
@@ -54,10 +54,11 @@ class Index:
 
         Args:
             shards: the shards.
-            given: what the user says; it is compared with what is kept, and with the file when it is opened.
+            given: the numbers that the user gives; they are compared with the index, and with each file when it is
+                opened.
 
         Raises:
-            DataError: a shard is damaged, or has another number than the user says.
+            DataError: a shard is damaged, or has another number of records than the user says.
         """
         known = [self._kept_count(shard) for shard in shards]
         for shard, mine, theirs in zip(shards, known, given or known, strict=True):
@@ -93,12 +94,12 @@ class Index:
 
         Args:
             shard: the shard.
-            count: records that it must have.
-            kept: where groups of rows are kept.
-            columns: of a table: those that are read; None: all.
+            count: number of records that the shard must have.
+            kept: the groups of rows that were read last.
+            columns: columns of a table that are read; None: all.
 
         Raises:
-            DataError: it cannot be read, or has another number of records.
+            DataError: the shard cannot be read, or has another number of records.
         """
         kind = RANGES.get(shard.format)
         with _naming(shard):
@@ -118,7 +119,7 @@ class Index:
 
         Args:
             shard: the shard.
-            count: its records.
+            count: number of records in the shard.
             field: the column or field that has the length: a number, or what has one by `len`.
             records: gives the records, or dicts with the field alone.
         """
@@ -138,7 +139,7 @@ class Index:
         """Return the lengths in some files of the index, joined in order.
 
         Args:
-            names: of the files, which anybody may have written.
+            names: names of the files, which anybody may have written.
             counts: the number of lengths in each.
 
         Raises:

@@ -41,9 +41,9 @@ def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulat
         folder: the run folder.
         source: the training data, at the position.
         epoch: the epoch that begins or goes on.
-        batch: batches of it that are done.
-        step: optimizer steps that are done.
-        accumulate: batches of an optimizer step; None where that is not known.
+        batch: number of batches of the epoch that are done.
+        step: number of optimizer steps that are done.
+        accumulate: number of batches in an optimizer step; None if unknown.
     """
     if "INSTEP_REPLAY" in os.environ:
         return  # a replay repeats steps whose lines are already written
@@ -168,14 +168,14 @@ def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = N
     Args:
         folder: the run folder.
         step: the step, from 1: the one after which `global_step` is this number.
-        cache: that of the stream, where its buckets are by the lengths kept there; None: the default one.
+        cache: the stream's `cache`, needed if the stream has buckets, whose lengths are kept there; None: the default.
 
     Returns:
         `step`, `epoch`, and `batches`: for each rank and batch its number and `samples`, the indices that counted; with
         `places`, the file and record of each, where the data is a stream.
 
     Raises:
-        DataError: the folder does not say it; the text has the reason.
+        DataError: the folder does not show the samples; the text has the reason.
     """
     path = folder / NAME
     reached: list[dict[str, Any]] = []

@@ -22,12 +22,12 @@ class DividedLoader(StreamLoader):
 
     Args:
         loader: a `DataLoader` over iterable data, or any other iterable of batches.
-        shard: whose batches it gives.
+        shard: this rank among those that share the data.
         ask: whether the readers are compared. False: they read alike.
         sizes: returns the estimate and the limit for a stream that is divided over the ranks, or for one that is not.
         uneven: what is done where each rank has batches of its own, as in `StreamLoader`.
-        stateful: the loader or data set with a state of its own; None where none is kept.
-        frozen: random numbers are the first epoch's in every epoch.
+        stateful: the loader or data set with a state of its own; None if there is none.
+        frozen: whether every epoch has the random numbers of the first one.
         rewinds: as in `StreamLoader`.
     """
 

@@ -29,10 +29,11 @@ class StreamMixture(Dataset[Any]):
 
     Args:
         datasets: at most 20 sources, each a `StreamDataset` or other map-style data, which is shuffled as a whole.
-        weights: one of each, in any unit; or by phase, such as `{0: [7, 3], 50_000: [1, 1]}`: from which position of
-            the run on which weights hold, to the nearest block. A weight of 0 leaves a source out of a phase.
-        size: samples of an epoch; None: so many that the source that is used up first, by the first phase's weights, is
-            passed through once.
+        weights: one for each data set, in any unit; or by phase, such as `{0: [7, 3], 50_000: [1, 1]}`: the
+            position of the run at which each phase begins, to the nearest block, and its weights. A weight of 0
+            leaves a source out of a phase.
+        size: number of samples in an epoch; None: so many that the source that is used up first, by the first
+            phase's weights, is passed through once.
         measure: "samples", or "tokens": weights are then shares of the tokens, and positions of phases are counted in
             tokens, by the mean length of each source.
         lengths: with "tokens": the mean length of each source; None: of streams with `length`, by their index.
@@ -146,7 +147,7 @@ class StreamMixture(Dataset[Any]):
         """Continue an interrupted epoch.
 
         Raises:
-            DataError: the sources, the size, or weights of phases that have begun by the epoch's end are others.
+            DataError: the sources, the size, or weights of phases that have begun by the epoch's end have changed.
         """
         if mark != self._instep_order_mark(epoch):
             raise DataError(

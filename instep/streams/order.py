@@ -49,11 +49,11 @@ class WindowOrder(LazyOrder):
     Every part is a pure function of the arguments. The object holds the counts and a few windows.
 
     Args:
-        counts: samples of each shard; sample i of shard s has the index `sum(counts[:s]) + i`.
-        window: samples that are permuted together.
+        counts: number of samples in each shard; sample i of shard s has the index `sum(counts[:s]) + i`.
+        window: number of samples that are permuted together.
         *parts: what the draw is derived from, such as seed and epoch.
-        lengths: of each sample, by which those of a window are sorted before they are cut into buckets.
-        bucket: samples of a bucket; the buckets of a window come in a drawn sequence. 0: there are none.
+        lengths: length of each sample. The samples of a window are sorted by it before they are cut into buckets.
+        bucket: number of samples in a bucket; the buckets of a window come in a drawn sequence. 0: there are none.
 
     Example:
         >>> order = WindowOrder([3, 2], 2, 0)
@@ -114,10 +114,10 @@ class MixtureOrder(LazyOrder):
     Positions, and the passes of each source, are counted over all epochs. Each pass has a new order.
 
     Args:
-        spec: of the mixture: `sources`, the specs of their orders; `phases`, pairs of a position and the shares from
-            there on; `size`, samples of an epoch.
+        spec: description of the mixture: `sources`, the specs of their orders; `phases`, pairs of a position
+            and the shares from there on; `size`, samples of an epoch.
         shuffle: whether the sources are shuffled; their sequence is drawn in any case.
-        seed: of all draws.
+        seed: seed of all draws.
         epoch: the epoch.
     """
 
@@ -185,10 +185,10 @@ def order_from(
     """Make the order that a spec of JSON values describes.
 
     Args:
-        spec: `files`, pairs of a name and a count, and `window`, with buckets also `bucket`; or that of a
-            `MixtureOrder`.
-        shuffle: False: in sequence.
-        seed: of the draw, with the epoch and the cycle.
+        spec: `files`, pairs of a name and a count, and `window`, with buckets also `bucket`; or the spec of
+            a `MixtureOrder`.
+        shuffle: whether samples are shuffled; False keeps their sequence.
+        seed: seed of the draw, together with the epoch and the cycle.
         epoch: the epoch.
         cycle: how often the data was started again within the epoch.
         lengths: with buckets: the length of each sample.

@@ -28,10 +28,10 @@ class PackedStream(PackedDataset):
 
     Args:
         dataset: a `StreamDataset` whose samples are sequences of token ids.
-        lengths: of its sequences, in tokens; None: its `lengths`.
-        size: tokens of a window.
+        lengths: length of each sequence, in tokens; None: the data set's `lengths`.
+        size: number of tokens in a window.
         padding: the token after the last sequence.
-        block: sequences that are packed together.
+        block: number of sequences that are packed together.
 
     Raises:
         SettingError: a sequence is longer than a window, or the lengths are not known.

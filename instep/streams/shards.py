@@ -40,10 +40,10 @@ class Shard:
     """A file of records, with the facts found about it.
 
     Attributes:
-        url: its path or URL, as the user wrote it.
+        url: path or URL of the file, as the user wrote it.
         format: one of `FORMATS`.
-        size: bytes.
-        stamp: changes when the file does: its time of change, or the ETag of an object.
+        size: bytes of the file.
+        stamp: text that changes when the file does: its time of change, or the ETag of an object.
     """
 
     url: str
@@ -69,12 +69,12 @@ def find_shards(
 
     Args:
         shards: a path or URL, or several; one with `*`, `?` or `[` stands for the sorted files that fit it.
-        format: of all of them; None: by the suffix of each.
-        options: for the file system of fsspec.
+        format: format of all files; None: by the suffix of each file.
+        options: options for the file system of fsspec.
 
     Raises:
-        DataError: one is missing, or is not a regular file; the text has its name.
-        SettingError: there is none, or its format is not known.
+        DataError: a file is missing, or is not a regular file; the text has its name.
+        SettingError: there is no file, or the format of one is not known.
     """
     given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
     urls = [url for each in given for url in _expanded(os.fspath(each), options)]
@@ -104,7 +104,7 @@ def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
     """Return the local path of a shard; a remote or compressed one is first copied into `folder`.
 
     Raises:
-        DataError: it cannot be fetched after three attempts, or is not the file that was counted.
+        DataError: the shard could not be fetched in three attempts, or is not the file that was counted.
     """
     if shard.is_local:
         return Path(_plain(shard.url))
