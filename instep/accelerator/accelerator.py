@@ -125,6 +125,8 @@ class Accelerator(ProcessMethods):
         Names and meaning are those of Hugging Face Accelerate's Accelerator.
     """
 
+    _prepared_type: type[PreparedRun] = PreparedRun
+
     def __init__(
         self,
         *,
@@ -184,8 +186,7 @@ class Accelerator(ProcessMethods):
 
             report_failures()
         group = self._handlers.get(InitProcessGroupKwargs)
-        process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
-        self._process = process
+        process = self._process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
         # These facts stay known after end_training(), when the process state is gone.
         self._device, self._distributed_type = process.device, process.distributed_type
         self._rank, self._local_rank = process.process_index, process.local_process_index
@@ -194,7 +195,7 @@ class Accelerator(ProcessMethods):
         self._trackers = Trackers(log_with, process.is_main_process, self.logging_dir)
         self.triggers = Triggers(reserved=())
         """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
-        self._prepared = PreparedRun(  # makes this Accelerator the active run
+        self._prepared = self._prepared_type(  # makes this Accelerator the active run
             process,
             self.precision,
             choose_strategy(strategy, process, self._handlers.get(DistributedDataParallelKwargs)),

@@ -29,8 +29,9 @@ from instep.big_models import set_module_tensor_to_device as set_tensor
 from instep.compat.accelerate_saving import Attendance, save_alone, take_name
 from instep.compat.adapting import adapt
 from instep.compat.door import silently
-from instep.compat.fsdp import FullyShardedDataParallelPlugin
+from instep.compat.fsdp import KINDS, FullyShardedDataParallelPlugin
 from instep.distributed import broadcast_object
+from instep.distributed.out_of_memory import is_out_of_memory
 from instep.distributed.rank_zero import on_rank_zero
 from instep.state import AcceleratorState as _AcceleratorState
 from instep.state import GradientState as _GradientState
@@ -98,6 +99,9 @@ class GradientState(_GradientState):
     """Position in the loop; a program that counts its windows itself calls `_set_sync_gradients`."""
 
     __slots__ = ()
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        pass
 
     plugin_kwargs: ReadOnly[dict[str, Any]] = ReadOnly(
         lambda s: {name: getattr(s, name) for name in ("num_steps", "adjust_scheduler", "sync_with_dataloader")},
@@ -187,12 +191,11 @@ class _Prepared(PreparedRun):
     """
 
     loader_config: DataLoaderConfiguration
-    orders: list[_DrawnOrder]
+    register: Callable[..., None]
 
-    def end(self) -> None:
-        """Release everything, the drawn orders too."""
-        super().end()
-        self.orders.clear()
+    def _forget(self) -> None:
+        super()._forget()
+        self.orders: list[_DrawnOrder] = []
 
     def prepare_model(self, model: nn.Module, place: bool | None, evaluates: bool, name: str | None) -> nn.Module:
         """Make a model ready."""
@@ -229,7 +232,10 @@ class _Prepared(PreparedRun):
         elif common is None and self.world_size > 1:
             common = torch.Generator().manual_seed(broadcast_object(_random_seed()))
         batches.sampler = drawn = _DrawnOrder(sampler, common, seed)
-        self.orders.append(drawn)
+        if seed is None:  # an order by a seed and the epoch needs no state
+            if not self.orders:
+                self.register(orders_of_the_data=self)
+            self.orders.append(drawn)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the drawn orders: a resumed epoch keeps its own."""
@@ -256,10 +262,14 @@ class DataLoaderConfiguration(ours.DataLoaderConfiguration):
         dispatch_batches: bool | None = None,
         even_batches: bool = True,
         use_seedable_sampler: bool = False,
+        data_seed: int | None = None,
+        non_blocking: bool = False,
+        use_stateful_dataloader: bool = False,
         custom_classes: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(split_batches, dispatch_batches, even_batches, **options)
+        asked = split_batches, dispatch_batches, even_batches, data_seed, non_blocking, use_stateful_dataloader
+        super().__init__(*asked, **options)
         self.use_seedable_sampler, self.custom_classes = use_seedable_sampler, custom_classes
 
 
@@ -279,6 +289,8 @@ class Accelerator(_Accelerator):
     At each optimizer step a scheduler makes one step for each process, since scripts of Accelerate count their steps
     so.
     """
+
+    _prepared_type = _Prepared
 
     def __init__(
         self,
@@ -312,9 +324,8 @@ class Accelerator(_Accelerator):
             **kwargs,
         )
         self._attendance = Attendance()
-        self._prepared.__class__, self._prepared.orders = _Prepared, []
+        self._prepared.register = self.register_for_checkpointing
         self._prepared.loader_type = type("_Loader", (_Loader,), {"attendance": self._attendance})
-        self.register_for_checkpointing(orders_of_the_data=self._prepared)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save a state at exactly `output_dir`, where programs look for it; replace an existing state.
@@ -350,6 +361,9 @@ class Accelerator(_Accelerator):
     def even_batches(self, even_batches: bool) -> None:
         self.dataloader_config.even_batches = even_batches
 
+    use_seedable_sampler: ReadOnly[bool] = ReadOnly(
+        lambda a: a.dataloader_config.use_seedable_sampler, "Whether random orders depend on seed and epoch only."
+    )
     state: ReadOnly[AcceleratorState] = ReadOnly(lambda a: AcceleratorState(), "State of the process and of this run.")
     gradient_state: ReadOnly[GradientState] = ReadOnly(lambda a: GradientState(), "Where the loop stands.")
     distributed_type: ReadOnly[Any] = ReadOnly(lambda a: a.state.distributed_type, "Kind of the processes, or FSDP.")
@@ -440,9 +454,10 @@ def patch_environment(**variables: Any) -> Iterator[None]:
         os.environ.update(before)
 
 
+should_reduce_batch_size = is_out_of_memory
 STR_OPERATION_TO_FUNC = {"<": operator.lt, "<=": operator.le, "==": operator.eq}
 STR_OPERATION_TO_FUNC |= {"!=": operator.ne, ">=": operator.ge, ">": operator.gt}
-FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+FSDP_SHARDING_STRATEGY = list(KINDS)
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 WEIGHTS_NAME, WEIGHTS_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -26,8 +26,9 @@ from instep.strategies.dtensors import gather_whole
 from instep.strategies.gradients import parameters_of
 from instep.types import Stateful
 from instep.utils.atomic import replacing
+from instep.utils.untrusted_files import clean
 
-_PLAIN = (torch.Tensor, nn.Parameter, str, bytes, bool, float, int, type(None))
+_PLAIN = (torch.Tensor, nn.Parameter, str, bytes, bool, float, int, type(None), set, torch.device, torch.dtype)
 
 
 def _plain(module: nn.Module) -> Strategy:
@@ -83,12 +84,12 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error.strerror or error}", path=path) from error
     except (AttributeError, TypeError, pickle.PicklingError, pickle.UnpicklingError) as error:
-        odd = [
-            f", not {where} ({type(leaf).__name__})" for where, leaf in iter_leaves(state) if type(leaf) not in _PLAIN
-        ]
+        odd = [f"{where} ({type(leaf).__name__})" for where, leaf in iter_leaves(state) if type(leaf) not in _PLAIN]
+        such = f", not objects such as {', '.join(odd[:3])}" if odd else ""
+        why = str(error).splitlines()[0].partition(" This file can still")[0]  # then torch tells how to run its code
         raise UnsavableStateError(
-            f"this state cannot be saved as {path}: {str(error).splitlines()[0]}. Give tensors, plain values, and "
-            f"objects with state_dict and load_state_dict{''.join(odd)}; the file that was there is intact.",
+            f"this state cannot be saved as {path}: {clean(why).rstrip(' .')}. Give tensors, plain values, and objects "
+            f"with state_dict and load_state_dict{such}; the file that was there is intact.",
             path=path,
         ) from error
 

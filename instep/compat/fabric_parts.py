@@ -456,8 +456,8 @@ def _check_new(method: str, what: str, objects: Sequence[Any], kind: type = obje
         if is_wrapped(one):
             raise ValueError(f"{what} should be passed only once to the `{method}` method.")
         if not isinstance(one, kind):
-            got = f"as {what.lower()}, but got {type(one).__name__}"
-            raise TypeError(f"Only PyTorch {kind.__name__} are currently supported in `{method}` {got}.")
+            got = f"got {type(one).__name__} as {what.lower()}"
+            raise TypeError(f"Only PyTorch {kind.__name__} are currently supported in `{method}`; {got}.")
 
 
 def _gather_with_graph(leaf: Tensor) -> Tensor:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from instep.errors import SettingError
 from instep.strategies import FSDPStrategy
 from instep.utils.warn import warn_user
 
+KINDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Kinds of sharding in torch's FSDP1, in the order of their numbers, which begin at 1."""
+_OTHER_NAMES = {"NONE": "FULL_SHARD", "TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}
+_OTHER_NAMES |= {str(number): kind for number, kind in enumerate(KINDS, 1)}
 _SO_ANYWAY = {"limit_all_gathers", "process_group_backend", "sync_module_states", "timeout", "use_orig_params"}
 
 
@@ -31,15 +36,27 @@ class FullyShardedDataParallelPlugin(FSDPStrategy):
         state_dict_type: Any = "FULL_STATE_DICT",
         **others: Any,
     ) -> None:
-        left = sorted(name for name, value in others.items() if value and name not in _SO_ANYWAY)
-        if left:
-            warn_user(f"FSDP({'=, '.join(left)}=) has no effect: instep shards by torch's FSDP2")
+        left = sorted(f"{name}=" for name, value in others.items() if value and name not in _SO_ANYWAY)
         self.fsdp_version, self.state_dict_type = fsdp_version, state_dict_type
         names = transformer_cls_names_to_wrap
         names = names.split(",") if isinstance(names, str) else names
-        if isinstance(reshard_after_forward, str):  # for its FSDP1 Accelerate gives the kind of sharding here
+        if not isinstance(reshard_after_forward, int | None):  # Accelerate gives FSDP1's kind of sharding here
             sharding_strategy, reshard_after_forward = reshard_after_forward, None
         kind = str(sharding_strategy).rpartition(".")[2].upper()
+        kind = _OTHER_NAMES.get(kind, kind)
+        if kind == "NO_SHARD":
+            raise SettingError(
+                "FSDP(sharding_strategy='NO_SHARD') has no counterpart in torch's FSDP2: use strategy='ddp', or in a "
+                "program of Accelerate no FSDP plugin",
+                field="sharding_strategy",
+                got=sharding_strategy,
+            )
+        if kind not in KINDS:
+            left.append(f"sharding_strategy={kind!r}")
+        if str(auto_wrap_policy).upper() == "NO_WRAP":
+            left.append("auto_wrap_policy='NO_WRAP'")
+        if left:
+            warn_user(f"FSDP({', '.join(left)}) has no effect: instep shards by torch's FSDP2")
         if kind in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
             reshard_after_forward = False
         policy = None if isinstance(auto_wrap_policy, str) else auto_wrap_policy  # Accelerate's say which option it is

@@ -189,8 +189,8 @@ ADVICE = {
     "PrepareForLaunch": "use instep.notebook_launcher, or `instep launch`",
     "patch_environment": "use os.environ",
     "Checkpoint": "use ModelCheckpoint",
-    "DummyOptim": "give the optimizer itself",
-    "DummyScheduler": "give the scheduler itself",
+    **dict.fromkeys(("DummyOptim", "DummyScheduler"), "give the optimizer or the scheduler itself"),
+    "SeedableRandomSampler": "use DataLoader(shuffle=True); `launch --as accelerate` knows use_seedable_sampler=True",
     "__version__": "it stays, and is that package's, which must be installed then; instep counts its own",
     "Metric": "torchmetrics.Metric works as it is",
 }  # fmt: skip

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp import ShardingStrategy
 
-from instep.errors import UsageError
+from instep.compat.fsdp import FullyShardedDataParallelPlugin
+from instep.errors import SettingError, UsageError
 from tests.helpers.spawn import run_command
 from tests.test_public_names import in_new_process
 
@@ -189,6 +191,80 @@ accelerator.end_training()
     assert names[:2] == ["checkpoint-3", "mine"]
     assert len(names) == 4
     assert (tmp_path / "mine" / "note.txt").exists()
+
+
+def test_a_state_has_drawn_orders_only_if_orders_are_drawn(tmp_path: Path) -> None:
+    in_new_process(f"""
+import os
+import torch
+from instep.accelerator import Accelerator as Ours
+from instep.compat.accelerate import Accelerator
+from instep.compat.accelerate.utils import DataLoaderConfiguration
+
+os.chdir({str(tmp_path)!r})
+plain = Ours(cpu=True)
+plain.prepare(Linear=torch.nn.Linear(1, 1))
+plain.save_state("plain")
+plain.free_memory()
+other = Accelerator(cpu=True)
+other.prepare(torch.nn.Linear(1, 1))
+other.load_state("plain")  # which has no entry for orders
+other.free_memory()
+for seedable in (True, False):
+    for kind in ("whole", "cut", "rest"):
+        torch.manual_seed(5)
+        config = DataLoaderConfiguration(False, None, True, seedable, 7)  # in Accelerate's order
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        assert accelerator.use_seedable_sampler is seedable and config.data_seed == 7
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(9), batch_size=2, shuffle=True))
+        assert set(accelerator._states.registered) == (set() if seedable else {{"orders_of_the_data"}})
+        if kind == "rest":
+            torch.manual_seed(6)  # a resumed program draws other numbers
+            accelerator.load_state(f"state-{{seedable}}")
+            assert [batch.tolist() for batch in loader] == whole[2:]
+        elif kind == "whole":
+            whole = [batch.tolist() for batch in loader]
+        else:
+            for index, batch in enumerate(loader):
+                if index == 1:
+                    accelerator.save_state(f"state-{{seedable}}")
+                    break
+        accelerator.free_memory()
+""")
+
+
+def test_small_names_of_accelerate_take_what_they_take_there() -> None:
+    from instep.compat.accelerate.state import GradientState
+    from instep.compat.accelerate.utils.memory import should_reduce_batch_size
+
+    assert GradientState(None).sync_gradients
+    assert should_reduce_batch_size(MemoryError())
+    assert not should_reduce_batch_size(RuntimeError("shapes differ"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (None, 1)),
+        ({"sharding_strategy": 2}, (False, 1)),
+        ({"reshard_after_forward": "2"}, (False, 1)),
+        ({"reshard_after_forward": "false"}, (False, 1)),
+        ({"reshard_after_forward": ShardingStrategy.HYBRID_SHARD}, (None, "auto")),
+        ({"sharding_strategy": None, "reshard_after_forward": True}, (True, 1)),
+    ],
+)
+def test_a_kind_of_sharding_is_known_by_name_and_by_number(options: dict[str, Any], expected: Any) -> None:
+    plugin = FullyShardedDataParallelPlugin(**options)
+    assert (plugin.reshard_after_forward, plugin.dp_replicate) == expected
+
+
+def test_what_fsdp2_cannot_do_is_an_error_or_a_warning() -> None:
+    with pytest.raises(SettingError, match="use strategy='ddp'"):
+        FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD")
+    with pytest.warns(
+        UserWarning, match=r"FSDP\(sharding_strategy='SHARD', auto_wrap_policy='NO_WRAP'\) has no effect"
+    ):
+        FullyShardedDataParallelPlugin("NO_WRAP", sharding_strategy="shard")
 
 
 def test_what_instep_does_not_have_is_an_error_when_it_is_used() -> None:
