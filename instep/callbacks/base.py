@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping
-from textwrap import fill
+from shutil import get_terminal_size
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import UsageError
@@ -269,7 +269,15 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
 def print_text(trainer: Trainer, text: object) -> None:
     """Print a line of instep's own above the progress bar: no control characters, and on a terminal no broken words."""
     line = clean(str(text))
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-        line = fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    if is_terminal(sys.stdout):
+        wrap = TextWrapper(get_terminal_size().columns, "", "  ", break_long_words=False, break_on_hyphens=False)
+        line = "\n".join(map(wrap.fill, line.splitlines()))
     trainer.print(line)
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal. A program may have no stdout, or an object with `write` alone there."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # there is no stream, or it is closed
+        return False

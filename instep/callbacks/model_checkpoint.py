@@ -458,8 +458,7 @@ class ModelCheckpoint(Callback):
             return  # The error that is raised says this too, and names the last checkpoint.
         if all_arrive(timeout_s=10.0):
             kind = "weights" if self.save_weights_only else "exception"
-            name = self._name(trainer)
-            path = trainer.save_to(self.own_folder, name, weights_only=self.save_weights_only, kind=kind)
+            path = trainer.save_to(self.own_folder, self._name(trainer), weights_only=self.save_weights_only, kind=kind)
             if self.verbose:
                 print_text(trainer, f"saved {path}")
         else:

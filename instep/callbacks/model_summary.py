@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from instep.callbacks.base import Callback, print_text
+from instep.callbacks.base import Callback, is_terminal, print_text
 from instep.distributed import find_batch_size, send_to_device
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
@@ -352,7 +352,7 @@ class ModelSummary(Callback):
             **summarize_kwargs: the callback's own.
         """
         totals = _totals(total_parameters, trainable_parameters, model_size, total_flops)
-        if sys.stdout.isatty() and summary_data:
+        if is_terminal(sys.stdout) and summary_data:
             _print_rich(summary_data, totals, "bold", box=None, pad_edge=False)
         else:
             print("\n".join([*_plain(summary_data), *totals]))  # noqa: T201  it is a table to read

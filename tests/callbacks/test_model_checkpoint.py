@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from instep import Callback, Trainer
-from instep.callbacks import ModelCheckpoint
+from instep.callbacks import ModelCheckpoint, ModelSummary
 from instep.callbacks.model_checkpoint import format_name
 from instep.checkpoint import CheckpointStore, KeepBest, KeepEvery, KeepNewest
 from instep.errors import SettingError, UnsavableStateError, UsageError
@@ -159,6 +160,12 @@ def test_a_fit_without_validation_saves_though_the_fit_before_had_one(tmp_path: 
     assert (names(tmp_path / "kept")[2:], trainer.enable_validation) == (["step-00000008-1"], False)
 
 
+def test_every_n_train_steps_counts_windows(tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
+    run(tmp_path, saver, accumulate_grad_batches=3)
+    assert names(tmp_path / "kept") == ["step-00000001-1", "step-00000002-1"]
+
+
 def test_checkpoints_by_time_are_saved_when_the_interval_is_over(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", train_time_interval=timedelta(microseconds=1))
     run(tmp_path, saver, max_epochs=2, trigger_every=1)
@@ -275,6 +282,26 @@ def test_verbose_says_what_happens(tmp_path: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert printed.count("saved ") == 2
     assert printed.count("deleted ") == 1
+
+
+class Tee:
+    """Writer that some programs put in the place of stdout; it has no `isatty`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+@pytest.mark.parametrize("stdout", [None, Tee()], ids=["no stdout", "a tee"])
+def test_a_run_ends_well_whatever_stands_in_the_place_of_stdout(
+    stdout: Tee | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdout", stdout)
+    run(tmp_path, ModelCheckpoint(tmp_path / "kept", verbose=True), ModelSummary(), enable_model_summary=True)
+    assert names(tmp_path / "kept") == ["step-00000004-1"]
+    assert stdout is None or ("saved " in stdout.text and "layer" in stdout.text)
 
 
 def test_the_default_saves_the_newest_in_the_run_folder(tmp_path: Path):

@@ -9,6 +9,7 @@ from torch import nn
 from instep import TrainModule
 from instep.callbacks import ModelCheckpoint, ModelSummary, RichModelSummary, summarize
 from instep.callbacks import model_summary as module
+from instep.callbacks.base import print_text
 from instep.errors import SettingError
 from instep.strategies.pipeline.split import Absent
 from tests.callbacks.fakes import FakeTrainer
@@ -96,6 +97,14 @@ def test_on_a_terminal_the_list_of_callbacks_breaks_at_words(monkeypatch, column
     assert text.split() == words
     assert 1 < len(text.splitlines()) == 1 + sum(line.startswith("  ") for line in text.splitlines())
     assert max(map(len, text.splitlines())) <= columns
+
+
+def test_on_a_terminal_each_line_of_a_text_is_broken_by_itself(monkeypatch):
+    monkeypatch.setattr(module.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "12")
+    trainer = FakeTrainer()
+    print_text(trainer, "one two\n\nthree four five")
+    assert trainer.printed == ["one two\n\nthree four\n  five"]
 
 
 def test_a_summary_of_ones_own(capsys):

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from instep.callbacks.base import is_terminal
+
 if TYPE_CHECKING:
     from instep.callbacks.progress.view import View
 
@@ -68,8 +70,8 @@ class Terminal(Lines):
             console=self._console,
             auto_refresh=False,
             # Redirect only streams that go to a terminal; a stream that goes to a file or pipe stays as it is.
-            redirect_stdout=_is_terminal(self._out),
-            redirect_stderr=_is_terminal(self._err),
+            redirect_stdout=is_terminal(self._out),
+            redirect_stderr=is_terminal(self._err),
         )
         _watch_forks(self)
         self._live.start()
@@ -77,7 +79,7 @@ class Terminal(Lines):
     @staticmethod
     def takes(stream: TextIO, options: Mapping[str, Any] = _NO_OPTIONS) -> bool:
         """Return whether a live display can be drawn on the stream."""
-        if not (_is_terminal(stream) or options.get("force_terminal")):
+        if not (is_terminal(stream) or options.get("force_terminal")):
             return False
         from rich.console import Console
 
@@ -191,10 +193,3 @@ def _watch_forks(screen: Terminal) -> None:
     if not _forks.registered and hasattr(os, "register_at_fork"):
         _forks.registered = True
         os.register_at_fork(before=_forks.before, after_in_parent=_forks.in_parent, after_in_child=_forks.in_child)
-
-
-def _is_terminal(stream: Any) -> bool:
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, ValueError):  # there is no stream, or it is closed
-        return False
