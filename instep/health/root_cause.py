@@ -23,7 +23,7 @@ class RankEnd:
         first: whether it was among the first on its node to end so.
         report: what it wrote down, if it could.
         steps: optimizer steps that its heartbeat counted; None outside of a training.
-        batch: the last batch of the loop that it was in; None before the first one.
+        batch: the last batch that was done in its loop; None before the first one.
         phase: what it was doing, of `heartbeat_file.PHASES`; an error has ended its run where that is "end".
     """
 
