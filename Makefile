@@ -43,7 +43,7 @@ $(VENV)/.torch: constraints-dev.txt
 	$(PIP) torch
 	@touch $@
 
-$(VENV)/.examples $(VENV)/.test $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml $(VENV)/.torch
+$(VENV)/.examples $(VENV)/.test $(VENV)/.docs $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[$*]'
 # timm and litdata want torchvision, whose wheels fit a torch with CUDA only; tests/helpers/no_torchvision.py stands in
 # for it in timm, and litdata does without.
@@ -63,7 +63,7 @@ test: $(VENV)/.test  ## run the tests, but for those of the benchmarks, campaign
 test-all: $(VENV)/.dev  ## run what make test leaves out
 	$(PYTEST) -m extras tests
 
-docs: $(VENV)/.dev  ## build the site into docs/_build/html: a warning or a dead link is an error
+docs: $(VENV)/.docs  ## build the site into docs/_build/html: a warning or a dead link is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 release-check: $(VENV)/.dev  ## build sdist and wheel, and try them in fresh environments of three Pythons; 15 minutes, GBs
