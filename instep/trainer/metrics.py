@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from instep.callbacks.base import is_terminal
 from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
@@ -168,7 +169,7 @@ def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
 
 def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
     """Print the metrics of validate or test: as a table on a terminal or in a notebook, elsewhere as JSON lines."""
-    if not (sys.stdout.isatty() or "ipykernel" in sys.modules):
+    if not (is_terminal(sys.stdout) or "ipykernel" in sys.modules):
         for index, metrics in enumerate(results):
             print(f"{stage} (loader {index}): {json.dumps(metrics)}")  # noqa: T201  verbose=True asks for it
         return

@@ -414,3 +414,21 @@ def test_a_stop_within_an_epoch_validates_what_it_ends_with():
     trainer.fit(model, loader(40, 4), loader(8, 4))
     assert trainer.global_step < 10
     assert len(model.states) // 2 == 1
+
+
+class WritesAlone:
+    """A stdout of somebody's own."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+def test_results_are_printed_where_stdout_is_missing_or_can_only_write(monkeypatch):
+    stdout = WritesAlone()
+    for each in (None, stdout):
+        monkeypatch.setattr("sys.stdout", each)
+        quiet().validate(Toy(), loader())
+    assert stdout.text.startswith("validate (loader 0): {")
