@@ -32,7 +32,7 @@ def save(obj: Any, f: PathLike, save_on_each_node: bool = False, safe_serializat
         >>> import torch
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save({"weight": torch.ones(2)}, f"{folder}/weights.pt")
-        ...     torch.load(f"{folder}/weights.pt")
+        ...     torch.load(f"{folder}/weights.pt", weights_only=True)
         {'weight': tensor([1., 1.])}
     """
     state = PartialState()
