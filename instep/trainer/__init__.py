@@ -1,4 +1,4 @@
-"""`TrainModule`, `Trainer` and the loop."""
+"""The `Trainer`, the `TrainModule` that it trains, and the states of a run."""
 
 from instep.trainer.context import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from instep.trainer.module import TrainModule

@@ -1,4 +1,4 @@
-"""Checks of a run as it goes: that there are batches, losses and steps."""
+"""Checks during a run: that the data gives batches, `training_step` gives losses, and optimizers step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instep.utils.warn import warn_user
 
 
 def check_epoch(ctx: RunContext) -> None:
-    """Raise where an epoch has ended without a batch: such a run would train nothing, and might never end."""
+    """Raise DataError if the epoch had no batch: such a run would train nothing, and might never end."""
     at, source = ctx.position, ctx.source
     empty = "; ".join(source.empty_parts())
     if not at.inside:
@@ -31,7 +31,7 @@ def check_epoch(ctx: RunContext) -> None:
 
 
 def warn_of_no_batch(source: BatchSource, what: str, loader_idx: int) -> None:
-    """Warn of a loader that gave no batch although its length did not say so. `Loaders` warns of a length of 0."""
+    """Warn that a loader gave no batch, unless its length is 0, of which `Loaders` has warned already."""
     if source.num_batches != 0:
         empty = "; ".join(source.empty_parts())
         warn_user(f"loader {loader_idx} of the {what} data ({empty}) gave no batch: nothing was done with it")
@@ -41,7 +41,7 @@ def warn_of_no_batch(source: BatchSource, what: str, loader_idx: int) -> None:
 
 
 def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
-    """Check the output of `training_step`, and return its loss; None where the batch is skipped."""
+    """Check the output of `training_step`, and return its loss; None if the step returned None to skip the batch."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None:
         if isinstance(output, Mapping):

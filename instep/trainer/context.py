@@ -1,7 +1,7 @@
-"""The context of a run: the facts, the place in the training and the open checkpoints that all its functions share.
+"""The context of a run: its settings, its position in the training and its open checkpoints, shared by its functions.
 
-One `RunContext` exists for each call of fit, validate, test or predict; `lifecycle.open_run` fills and closes it. It
-holds values: the loop, the step, evaluation and saving are functions that take it as `ctx`.
+One `RunContext` exists for each call of fit, validate, test or predict; `lifecycle.open_run` fills and closes it. The
+context only holds values. The loop, the step, evaluation and saving are functions that take it as `ctx`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class TrainerStatus(Word):
 
     @property
     def stopped(self) -> bool:
-        """Whether the run is over."""
+        """Whether the last run is over: finished or interrupted."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
 class TrainerFn(Word):
-    """A Trainer's entry points."""
+    """Entry points of a Trainer: the methods that start a run."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -66,7 +66,7 @@ class TrainerFn(Word):
 
 
 class RunningStage(Word):
-    """Stages of a run; fit has the first three."""
+    """Stages of a run. A fit has the stages "sanity_check", "train" and "validate"."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -76,7 +76,7 @@ class RunningStage(Word):
 
     @property
     def evaluating(self) -> bool:
-        """Whether metrics are computed without training."""
+        """Whether the stage is a validation, a sanity check or a test."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
     @property
@@ -117,10 +117,10 @@ class TrainerState:
 
 @dataclass
 class Position:
-    """Place in the training, which a checkpoint holds. The loop, the step, a resume and guests of the step write it.
+    """Position in the training, which checkpoints save. The loop, the step, its guests and a resume write it.
 
     Attributes:
-        epoch: from 0.
+        epoch: index of the epoch, from 0.
         batch: batches done in the epoch.
         window_batch: batches done when the last optimizer window ended; equal to `batch` except in the middle of a
             window.
@@ -130,7 +130,7 @@ class Position:
         validation_due: for a position from a checkpoint, whether a validation was due when it was saved. It is stored
             because another number of ranks counts the batches differently. None: `batch` decides.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
-        part_done: whether some samples of the epoch are done, but fewer than one batch of the ranks that resumed.
+        part_done: whether some samples of the epoch are done, but fewer than one batch of all ranks of the resumed run.
         epoch_over: whether the epoch's end hooks have run, also in an epoch that the run's end cuts short. No
             checkpoint holds this.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
@@ -141,7 +141,7 @@ class Position:
         loaded_step: `global_step` when the training loader was last requested.
         val_loaded_epoch: the epoch in which the validation loaders were last requested, if
             `reload_dataloaders_every_n_epochs` is set.
-        val_loaded_step: `global_step` then.
+        val_loaded_step: `global_step` when the validation loaders were last requested for `val_loaded_epoch`.
     """
 
     epoch: int = 0
@@ -196,12 +196,12 @@ class Position:
 
     @property
     def owes_end(self) -> bool:
-        """Whether the hooks and the validation of the epoch's end have still to run."""
+        """Whether the hooks and the validation of the epoch's end still have to run."""
         return self.inside and self.closed_step != self.global_step
 
 
 class Progress:
-    """Counters for the progress bar's thread; plain attributes, no locks.
+    """Counters that the progress bar's thread reads. They are plain attributes, without locks.
 
     Attributes:
         stage: "train", "sanity", "validate", "test", "predict" or None.
@@ -244,14 +244,15 @@ class ValidationPlan:
 
     Attributes:
         enabled: whether there is anything to validate.
-        every: training batches between two validations; None where they are not counted.
-        next_batch: batches done in the epoch when the next one is due; infinity for never.
-        at_epoch_end: whether the epoch's end validates.
-        has_clock: whether this process looks at the clock: the main one, where the interval is a time.
+        every: training batches between two validations; None if validations do not depend on a number of batches.
+        next_batch: number of batches done in the epoch at which the next validation is due; infinity for never.
+        at_epoch_end: whether a validation runs at the epoch's end.
+        has_clock: whether this process decides by its clock when to validate: the main one, if the interval is a time.
         next_time_s: when the next validation is due, in seconds of `time.monotonic`.
         counted_before: what the metric objects had counted when the running validation began; None if no validation
             runs.
-        loggers_before: states of the loggers before a validation that was left early; later checkpoints hold these.
+        loggers_before: states of the loggers before a validation that was left early. Checkpoints saved after it hold
+            these states.
     """
 
     enabled: bool = False
@@ -269,12 +270,12 @@ class Ending:
     """End of a fit: what asks the fit to end, and why it has ended.
 
     Attributes:
-        waits: whether a stop was agreed before the minimum of steps and epochs was reached. At the minimum the ranks
-            decide again whether to stop.
-        deferred: triggers that the ranks agreed on during an evaluation, or set on all ranks alike. The loop acts on
-            them after the step.
+        waits: whether the ranks agreed to stop before `min_steps` and `min_epochs` were reached. Once they are reached,
+            the ranks decide again whether to stop.
+        deferred: triggers, such as "stop" or "save", that the ranks agreed on during an evaluation or that all ranks
+            set. The loop acts on them after the step.
         preempted: whether the ranks agreed to stop for a signal and have saved what had to be saved.
-        reason: why the fit came to its end; empty until it has.
+        reason: why the fit ended; empty until it has ended.
     """
 
     waits: bool = False
@@ -290,10 +291,10 @@ class ResumePlan:
     Attributes:
         path: folder of the checkpoint, or a file of weights.
         saved: the opened checkpoint, until all of it is restored; None for a file of weights.
-        parts: the parts that are loaded.
+        parts: the parts of the checkpoint that are loaded.
         report: what was loaded and what was left out.
         chosen: the parts that the user chose; this run's checkpoints record them.
-        resumed_reader: set only for a full resume: position, data, random generators.
+        resumed_reader: reader of the checkpoint; set only if position, data and random generators are resumed too.
         restore_rest: function that restores log sums and random generators, called once the hooks before the first step
             have run.
     """
@@ -308,11 +309,11 @@ class ResumePlan:
 
     @property
     def restored(self) -> bool:
-        """Whether everything that was asked for of the checkpoint is restored."""
+        """Whether all requested parts of the checkpoint are restored."""
         return self.saved is None and self.restore_rest is None
 
     def finish(self) -> None:
-        """Call `restore_rest` for the last time, and drop it."""
+        """Call `restore_rest`, which restores log sums and random generators, a last time, and drop it."""
         if self.restore_rest is not None:
             self.restore_rest()
         self.restore_rest = None
@@ -320,14 +321,14 @@ class ResumePlan:
 
 @dataclass(eq=False, repr=False)
 class StepCounts:
-    """Counts of a fit that no checkpoint holds.
+    """Counts of a fit that are not saved in checkpoints.
 
     Attributes:
         began: whether the training of this fit has begun.
         steps_at_start: optimizer steps done when the training began.
         batches_at_start: training batches done when the training began, over all epochs.
-        updates_at_start: number of updates that each metric object had when the training began, by its `id`. They do
-            not belong to the training.
+        updates_at_start: number of updates that each metric object had when the training began, by the object's `id`.
+            These updates do not belong to the training.
         in_window: micro-batches of the open optimizer window that gave gradients.
         of_batch: optimizer steps of the current batch, in manual optimization.
         handed_over: last step whose values were handed to the loggers. In manual optimization a step may take several
@@ -346,7 +347,7 @@ class StepCounts:
 
 
 def _run_clock() -> RunClock:
-    from instep.profilers.run_clock import RunClock  # imported late: only a run pays for it
+    from instep.profilers.run_clock import RunClock  # imported late: only a run needs it
 
     return RunClock()
 
@@ -360,9 +361,9 @@ class RunContext:
         fn: "fit", "validate", "test" or "predict".
         module: the user's module.
         datamodule: the user's datamodule, or None.
-        ckpt_path: checkpoint or file of weights that was asked for.
-        asked: parts of the checkpoint that were asked for; None for all.
-        is_trial: the run looks for a setting: nothing of it is logged or saved.
+        ckpt_path: requested checkpoint or file of weights.
+        asked: requested parts of the checkpoint; None for all.
+        is_trial: whether the run only searches for a setting, such as a learning rate; then nothing is logged or saved.
         settings: the Trainer's arguments.
         strategy: the Trainer's strategy.
         clock: measures where the time of the run goes.
@@ -371,20 +372,20 @@ class RunContext:
         signals: the handler of SIGTERM and other signals, in fit only.
         callbacks: the Trainer's and the module's own.
         hooks: overridden hooks, set with the callbacks.
-        optimizers, wrapped_optimizers, schedulers: of fit; wrapped ones are what `self.optimizers()` returns.
-        guests: features that enter the step.
+        optimizers, wrapped_optimizers, schedulers: set in fit; `self.optimizers()` returns the wrapped optimizers.
+        guests: features that change the training step, such as the check for nan.
         step_parts: parts of the training step of this epoch.
-        position: place in the training; the Trainer's, so that a second fit goes on from it.
-        source: training data of fit, in predict the loader in hand; unset before it is prepared.
-        log: open sums and step values of training.
-        validation: when fit validates.
+        position: position in the training; it belongs to the Trainer, so that a second fit goes on from it.
+        source: in fit the training data, in predict the current loader; unset until the loader is prepared.
+        log: log of the training: sums of the running epoch, and step values.
+        validation: when validations run in a fit.
         ending: what asks a fit to end, and why it has ended.
         counts: counts of steps and batches that this fit keeps for itself.
         resume: the checkpoint that the run resumes from; None without one.
         saver: saves the run, and holds the folders that it saves in.
     """
 
-    # ---- facts
+    # ---- settings, processes and objects of the run
     trainer: Trainer
     fn: str
     module: TrainModule
@@ -412,7 +413,7 @@ class RunContext:
     guests: list[StepGuest] = field(default_factory=list)
     step_parts: StepParts = field(init=False)
 
-    # ---- place
+    # ---- position in the training
     position: Position = field(init=False)
     source: BatchSource = field(init=False)
     log: MetricLog = field(default_factory=lambda: MetricLog("train"))
@@ -420,7 +421,7 @@ class RunContext:
     ending: Ending = field(default_factory=Ending)
     counts: StepCounts = field(default_factory=StepCounts)
 
-    # ---- saving
+    # ---- checkpoints
     resume: ResumePlan | None = None
     saver: TrainerSaver = field(init=False)
 
@@ -438,7 +439,7 @@ class RunContext:
 
     @property
     def precision(self) -> Precision:
-        """The settings' precision, less what the strategy does in its own way."""
+        """Precision of the run: that of the settings, without what the strategy does itself."""
         return self.strategy.precision
 
     @property
@@ -452,9 +453,9 @@ class RunContext:
         return function if profiler.off else profiler.wrap(action, function)
 
     def profiled_batches(self, action: str, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator of the batches in which the profiler measures the wait for each.
+        """Return an iterator over the batches, in which the profiler measures the wait for each batch.
 
-        Without one: `batches`.
+        Without a profiler, return `batches` itself.
         """
         profiler = self.trainer.profiler
         return batches if profiler.off else profiler.batches(action, batches)

@@ -1,4 +1,4 @@
-"""Devices of a Trainer: the number of processes, their launch, the device of each, and torch's switches."""
+"""Processes and devices of a Trainer: number of processes, launch, device of each, and torch's global switches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
     """Count the processes of the run on this machine.
 
     Raises:
-        SettingError: the launcher started another number, or there are no such devices.
+        SettingError: the launcher started another number of processes, or a requested device does not exist.
     """
     devices, kind = settings.devices, find_device_kind(settings.accelerator)
     launched = environment.launcher != "none"
@@ -57,7 +57,7 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
 
 
 def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Settings:
-    """Return the settings with the current number of nodes, if the job is elastic; `num_nodes` is then its maximum."""
+    """Return the settings with the current number of nodes, if the job is elastic: then `num_nodes` is its maximum."""
     least = read_number(os.environ, MIN_NODES, 0)
     if least and environment.launcher == "torchrun" and least <= environment.num_nodes <= settings.num_nodes:
         return replace(settings, num_nodes=environment.num_nodes)
@@ -65,8 +65,11 @@ def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Setti
 
 
 def launch(settings: Settings, count: int, command: tuple[str, ...] | None = None) -> NoReturn:
-    """Become the agent of `count` ranks that run `command` or else this program again, and exit with their code."""
-    # Imported late: only a launch pays for it.
+    """Launch `count` ranks, wait for them as their agent, and exit with their exit code.
+
+    The ranks run `command`; if it is None, they run this program again.
+    """
+    # Imported late: only a launch needs it.
     from instep.launch import hydra
     from instep.launch.command import this_command
     from instep.launch.engine import run, spec_for_nodes
@@ -81,7 +84,10 @@ def launch(settings: Settings, count: int, command: tuple[str, ...] | None = Non
 
 
 def grace_period(settings: Settings, rank: int) -> float:
-    """Return how many seconds this process has after a signal; warn if they are fewer than `grace_period_s`."""
+    """Return the seconds that this process has to save and end after a signal.
+
+    Warn if they are fewer than `grace_period_s`.
+    """
     asked_s = settings.grace_period_s
     if under_plain_torchrun():
         given_s = TORCHRUN_GRACE_S
@@ -121,12 +127,12 @@ def connect(settings: Settings) -> PartialState:
     """Connect this process to the others of the run, and return its state.
 
     Raises:
-        SettingError: the process runs on another kind of device already.
+        SettingError: the process already runs on another kind of device.
     """
     if read_environment().launcher != "none":
         report_failures()
     wanted = find_device_kind(settings.accelerator).name
-    # If this call builds the state, the Trainer's choice takes precedence over INSTEP_ACCELERATOR.
+    # If this call creates the process's PartialState, the Trainer's choice takes precedence over INSTEP_ACCELERATOR.
     cpu = True if wanted == "cpu" else None if is_held() else False
     process = PartialState(cpu=cpu, xla=True if wanted == "xla" else None)
     if process.device.type != wanted:
@@ -142,7 +148,7 @@ def connect(settings: Settings) -> PartialState:
 def device_of(settings: Settings, process: PartialState, environment: ProcessEnvironment) -> torch.device:
     """Make this process's device the current one, and return it.
 
-    Without a launcher, `devices=[1]` means the second one.
+    Without a launcher, `devices=[1]` means the second device of this machine.
     """
     if isinstance(settings.devices, tuple) and environment.launcher == "none":
         device = torch.device(process.device.type, settings.devices[0])
@@ -164,7 +170,7 @@ def make_cublas_repeatable(settings: Settings, kind: str) -> None:
 
 @contextmanager
 def torch_flags(settings: Settings) -> Iterator[None]:
-    """Set torch's switches for a run, and restore them after it."""
+    """Set torch's global switches, such as deterministic algorithms, for a run, and restore them after it."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, anomaly = torch.backends.cudnn.benchmark, torch.is_anomaly_enabled()

@@ -1,4 +1,4 @@
-"""Explanations of errors that pass through a run: their cause, if their text does not name it, or else notes.
+"""Explanations of errors that end a run: an error that names the cause, or notes that say where the error was raised.
 
 A note names the hook, the batch and its shapes, and the layer that was at work. All of it is read from the frames of
 the traceback, so a run without an error stores nothing for it.
@@ -35,10 +35,10 @@ _ITEMS, _DEPTH, _WIDTH = 8, 3, 300
 
 
 def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
-    """Return an error that names the cause of `error`, if its own text does not; else None.
+    """Return an error that names the cause of `error`, if the text of `error` does not name it; else None.
 
     Args:
-        error: an error that leaves the run, raised by the user's code or by torch that it called.
+        error: an error that ends the run, raised by the user's code or by torch when that code called it.
         ctx: the run.
     """
     if isinstance(error, InstepError) or not isinstance(error, RuntimeError | TypeError | ValueError | KeyError):
@@ -102,10 +102,10 @@ def _is_step_of_schedule(frame: FrameType) -> bool:
 
 
 def add_notes(error: BaseException, ctx: RunContext) -> None:
-    """Add notes to an error that say where in the run it was raised.
+    """Add notes to an error, which say where in the run the error was raised.
 
     Args:
-        error: an error that leaves the run. Errors of this package and of other ranks get no note. Neither do
+        error: an error that ends the run. Errors of this package and of other ranks get no note. Neither do
             out-of-memory and device errors, since reading the variables of a frame keeps them alive.
         ctx: the run.
     """

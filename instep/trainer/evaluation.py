@@ -53,7 +53,7 @@ def evaluate(
 
     Args:
         ctx: the run.
-        stage: `sanity_check`, `validate` or `test`; the sanity check's hooks are validation's.
+        stage: `sanity_check`, `validate` or `test`. A sanity check calls the hooks of validation.
         sources: the prepared loaders.
         limit: maximum number of batches of each loader, for the sanity check.
 
@@ -128,7 +128,7 @@ def _batch_loop(
 ) -> Callable[[], bool]:
     """Return a function that loops over all batches of all loaders.
 
-    It returns False if the ranks agreed to stop early.
+    That function returns True; but False if the ranks agreed to stop early.
     """
     trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
     step, guests = _evaluation_step(ctx, f"{name}_step", sources), ctx.guests
@@ -192,7 +192,10 @@ def _evaluation_step(ctx: RunContext, name: str, sources: Sequence[BatchSource])
 def _batch_hooks(
     ctx: RunContext, name: str, sources: Sequence[BatchSource]
 ) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
-    """Return the hooks before and after a batch; they get a `dataloader_idx` by the same rule as a step method."""
+    """Return the hooks before and after a batch.
+
+    With one loader, they get a `dataloader_idx` only if they require it.
+    """
     only = int(len(sources) < 2)
 
     def taking(hook: Hook, *offered: str) -> Hook:
@@ -207,14 +210,14 @@ def _batch_hooks(
 
 
 def _call_own(module: TrainModule, name: str) -> None:
-    """Call a hook of the module that has a default body, unless the module has set it to None."""
+    """Call a hook of the module that does something by default, unless the module has set the hook to None."""
     hook = getattr(module, name)
     if hook is not None:
         hook()
 
 
 def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list[Any]:
-    """Run `predict_step` over all batches. Batches that were only replayed to keep ranks in step are left out.
+    """Run `predict_step` over all batches. Outputs of batches that a rank only repeats, to keep in step, are left out.
 
     Args:
         ctx: the run.
@@ -223,7 +226,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
 
     Returns:
         The outputs of all ranks' batches, on the CPU and in the order of the data, the same on every rank; a list of
-        lists with several loaders. Without a loader, as in `evaluate`, no hook runs.
+        lists with several loaders. With no loader the list is empty, and no hook runs.
     """
     if not sources:
         return []
@@ -287,7 +290,7 @@ def _no_gradients(ctx: RunContext) -> AbstractContextManager[Any]:
 
 
 def _defer(ctx: RunContext, agreed: tuple[Trigger, ...]) -> bool:
-    """Keep triggers until after the evaluation; return True if the evaluation must end at once."""
+    """Keep triggers for the time after the evaluation; return True if the evaluation must end at once."""
     ctx.ending.deferred += agreed
     return any(trigger.name == "preempted" for trigger in agreed)
 
@@ -312,21 +315,22 @@ def _to_cpu(outputs: Any) -> Any:
     return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
 
-# ---- the training data, once more
+# ---- a forward pass over the training data
 
 
 def forward_training_data(trainer: Trainer, before_batch: Callable[[bool], Any]) -> None:
-    """Run `training_step` over the training data without gradients, apart from the training. Collective.
+    """Run `training_step` over the training data, without gradients and without an effect on the training. Collective.
 
-    Logged values are dropped. The place in the data, random generators and metric objects keep their state.
+    Logged values are dropped. The training's position in the data, random generators and metric objects keep their
+    state.
 
     Args:
-        trainer: in a fit, in automatic optimization.
-        before_batch: called before each batch, with True if the batch counts and False if it is replayed to keep ranks
-            in step.
+        trainer: a Trainer that is in a fit with automatic optimization.
+        before_batch: called before each batch, with True if the batch counts, and False if this rank only repeats it to
+            make as many steps as the other ranks.
     """
     ctx = trainer._run
-    log = MetricLog("sanity_check", ctx.world_size)  # nobody gets the values of a sanity check
+    log = MetricLog("sanity_check", ctx.world_size)  # values logged in a sanity check reach no logger
     rng, counted = rng_state(), copy.deepcopy(metric_states_module().metric_states(ctx.module))
     outer, step = ctx.switch_log(log), resolve_step(ctx, "training_step", "batch", "batch_idx")
     source = ctx.loaders.prepare_train()

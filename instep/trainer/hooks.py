@@ -52,133 +52,136 @@ class ModuleHooks:
     # ---- fit
 
     def on_fit_start(self) -> None:
-        """At the start of fit, when the optimizers exist."""
+        """Called at the start of fit, when the optimizers exist."""
 
     def on_fit_end(self) -> None:
-        """At the end of fit."""
+        """Called at the end of fit."""
 
     def on_train_start(self) -> None:
-        """Before the first epoch, after the sanity check."""
+        """Called before the first epoch, after the sanity check."""
 
     def on_train_end(self) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """At the start of a training epoch."""
+        """Called at the start of a training epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """At the end of a training epoch, after its validation."""
+        """Called at the end of a training epoch, after its validation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before each training batch. Return -1 to skip the rest of the epoch."""
+        """Called before each training batch. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After each training batch and its optimizer step. `outputs` is what `training_step` returned, detached."""
+        """Called after each training batch and its optimizer step.
+
+        `outputs` is the detached output of `training_step`.
+        """
 
     # ---- optimization
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Before the gradients are zeroed."""
+        """Called before the gradients are zeroed."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Before backward; `loss` is already weighted for accumulation."""
+        """Called before backward; `loss` is already weighted for accumulation."""
 
     def on_after_backward(self) -> None:
-        """After backward."""
+        """Called after backward."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Before the optimizer step; gradients are complete, unscaled and not clipped yet."""
+        """Called before the optimizer step; gradients are complete, unscaled and not clipped yet."""
 
     # ---- evaluation
 
     def on_validation_start(self) -> None:
-        """At the start of validation."""
+        """Called at the start of validation."""
 
     def on_validation_end(self) -> None:
-        """At the end of validation, when its metrics are final."""
+        """Called at the end of validation, when its metrics are final."""
 
     def on_validation_epoch_start(self) -> None:
-        """Before the first validation batch."""
+        """Called before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """After the last validation batch."""
+        """Called after the last validation batch."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each validation batch."""
+        """Called before each validation batch."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After each validation batch."""
+        """Called after each validation batch."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Before a validation inside fit: free gradients here to save memory. By default they stay."""
+        """Called before a validation inside fit. Free gradients here to save memory; by default they are kept."""
 
     def on_validation_model_eval(self) -> None:
         """Set the module to eval mode for validation."""
         self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_validation_model_train(self) -> None:
-        """After validation, when every submodule is back in the mode it had before."""
+        """Called after validation, when every submodule is back in the mode it had before."""
 
     def on_test_start(self) -> None:
-        """At the start of test."""
+        """Called at the start of test."""
 
     def on_test_end(self) -> None:
-        """At the end of test, when its metrics are final."""
+        """Called at the end of test, when its metrics are final."""
 
     def on_test_epoch_start(self) -> None:
-        """Before the first test batch."""
+        """Called before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """After the last test batch."""
+        """Called after the last test batch."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each test batch."""
+        """Called before each test batch."""
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After each test batch."""
+        """Called after each test batch."""
 
     def on_test_model_eval(self) -> None:
         """Set the module to eval mode for test."""
         self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_test_model_train(self) -> None:
-        """After test, when every submodule is back in the mode it had before."""
+        """Called after test, when every submodule is back in the mode it had before."""
 
     def on_predict_start(self) -> None:
-        """At the start of predict."""
+        """Called at the start of predict."""
 
     def on_predict_end(self) -> None:
-        """At the end of predict."""
+        """Called at the end of predict."""
 
     def on_predict_epoch_start(self) -> None:
-        """Before the first predict batch."""
+        """Called before the first predict batch."""
 
     def on_predict_epoch_end(self) -> None:
-        """After the last predict batch."""
+        """Called after the last predict batch."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each predict batch."""
+        """Called before each predict batch."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After each predict batch."""
+        """Called after each predict batch."""
 
     def on_predict_model_eval(self) -> None:
         """Set the module to eval mode for predict."""
         self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
 
-    # ---- loaders, used where neither the Trainer's method nor a DataModule gives them
+    # ---- loader methods, used if no loader is passed to the Trainer's method and there is no DataModule
 
     def train_dataloader(self) -> Any:
-        """The training loader, or a dict or list of them."""
+        """Return the training loader, or several loaders in a dict or list."""
 
     def val_dataloader(self) -> Any:
-        """The validation loader, or a list of them."""
+        """Return the validation loader, or a list of validation loaders."""
 
     def test_dataloader(self) -> Any:
-        """The test loader, or a list of them."""
+        """Return the test loader, or a list of test loaders."""
 
     def predict_dataloader(self) -> Any:
-        """The predict loader, or a list of them."""
+        """Return the predict loader, or a list of predict loaders."""
 
     # ---- batches and checkpoints
 
@@ -197,11 +200,12 @@ class ModuleHooks:
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add keys of your own (tensors and JSON values) or change `checkpoint["state_dict"]`.
 
-        The first rank's keys are saved. Where a strategy shards the weights, the state dict is what each rank holds.
+        Only the keys of rank 0 are saved. If a strategy shards the weights, each rank's state dict has the shards of
+        this rank.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Before weights are loaded: read back what `on_save_checkpoint` added, or change the state dict.
+        """Called before weights are loaded. Read back what `on_save_checkpoint` added, or change the state dict.
 
         If a strategy shards the weights, the state dict has no tensors but lazy values: `value.read()` returns the
         tensor.
@@ -235,7 +239,7 @@ def misspelt(owner: object, name: str, base: type) -> str | None:
 def is_overridden(owner: object, name: str, base: type) -> bool:
     """Return True if `owner` overrides `name`, in a subclass or as an instance attribute.
 
-    An attribute of None does not.
+    An instance attribute that is None does not override.
     """
     own = getattr(owner, "__dict__", {})
     if name in own:
@@ -256,9 +260,9 @@ class HookTable:
     after it.
 
     Args:
-        trainer: passed to callbacks' hooks.
+        trainer: the Trainer, which is passed to the hooks of callbacks.
         module: the module, whose hooks run after the callbacks'.
-        callbacks: in their order.
+        callbacks: the callbacks, in the order in which they are called.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule, callbacks: Iterable[Callback]) -> None:
@@ -267,13 +271,13 @@ class HookTable:
         self._callbacks = tuple(callbacks)
 
     def of_callbacks(self, name: str, only: Callable[[Callback], bool] = lambda _: True) -> tuple[Hook, ...]:
-        """The callbacks' overridden hooks, for those callbacks that `only` accepts."""
+        """Return the overridden hooks `name` of the callbacks that `only` accepts."""
         chosen = [c for c in self._callbacks if only(c) and is_overridden(c, name, Callback)]
         called = ((c, partial(getattr(c, name), self._trainer, self._module)) for c in chosen)
         return tuple(self._logged(name, hook, f"[Callback]{c.state_key}.{name}") for c, hook in called)
 
     def of_module(self, name: str) -> tuple[Hook, ...]:
-        """The module's overridden hook, or nothing."""
+        """Return the module's hook `name` in a tuple; an empty tuple if the module does not override it."""
         if not is_overridden(self._module, name, ModuleHooks):
             return ()
         return (self._logged(name, getattr(self._module, name), f"[TrainModule]{type(self._module).__name__}.{name}"),)

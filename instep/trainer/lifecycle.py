@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _WORDS = ("last", "best", "auto")  # values of `ckpt_path` that are not paths
 LAST_SAVE_S = 30.0  # time for a background save to end after an error
-_TOGETHER_S = 86400.0  # limit of a wait if the grace period has none: torch takes no infinite timeout
+_TOGETHER_S = 86400.0  # limit of a wait if the grace period is infinite: torch accepts no infinite timeout
 
 
 @contextmanager
@@ -75,11 +75,11 @@ def open_run(
         fn: `fit`, `validate`, `test` or `predict`.
         module: the user's module; in the block it is on its device, with the checkpoint's weights.
         datamodule: the user's datamodule, or None.
-        loaders: what the user passed, by stage: `train`, `val`, `test`, `predict`.
+        loaders: loaders that the user passed, by stage: `train`, `val`, `test`, `predict`.
         ckpt_path: as passed to the Trainer.
-        asked: parts of that checkpoint to load; None for all.
-        is_trial: whether the run only looks for a setting. Nothing of such a run is logged, saved or resumed after a
-            restart.
+        asked: parts of the checkpoint to load; None for all.
+        is_trial: whether the run only searches for a setting, such as a learning rate. Nothing of such a run is logged,
+            saved or resumed after a restart.
     """
     from instep.trainer.run_state import TrainerSaver  # imported late: only a run needs it
 
@@ -94,7 +94,7 @@ def open_run(
         error = _explained(caught, ctx)
         _close(ctx, error)
         if isinstance(error, Exception) and read_environment().world_size > 1 and "hydra" in sys.modules:
-            from instep.launch.hydra import end_sweep  # imported late: only a program with Hydra has one
+            from instep.launch.hydra import end_sweep  # imported late: only a program with Hydra needs it
 
             end_sweep(error)
         if error is not caught:
@@ -104,12 +104,12 @@ def open_run(
 
 
 def _explained(error: BaseException, ctx: RunContext) -> BaseException:
-    """Return an error that names the cause, if the text of `error` does not; else `error`."""
+    """Return an error that names the cause of `error`, if the text of `error` does not name it; else `error` itself."""
     if isinstance(error, InstepError) or not isinstance(error, Exception):
         return error
     from instep.trainer.error_notes import explain  # imported late: only an error needs it
 
-    with suppress(Exception):  # a user's class may fail to be described: the error itself matters
+    with suppress(Exception):  # describing a user's object may fail, which must not hide the error
         if (cause := explain(error, ctx)) is not None:
             return cause.with_traceback(error.__traceback__)  # the traceback says how far the step had come
     return error
@@ -149,8 +149,8 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
 
 
 def _set_up(ctx: RunContext) -> None:
-    """Run configure_callbacks › prepare_data › setup › configure_model › weights. Then the module is on its device."""
-    from instep.trainer import run_state  # imported late: only a run pays for it
+    """Call configure_callbacks, prepare_data, setup and configure_model; put the module on its device; load weights."""
+    from instep.trainer import run_state  # imported late: only a run needs it
 
     trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
     with _unknown_position(ctx):
@@ -160,15 +160,15 @@ def _set_up(ctx: RunContext) -> None:
         callback._module = module
     trainer.profiler.attach(trainer, module)
     if ctx.fn == "fit" and not ctx.is_trial and (ctx.resumes or read_job() is not None):
-        from instep.trainer.newest import newest_state  # imported late: only a run that goes on by itself has one
+        from instep.trainer.newest import newest_state  # imported late: only a run that can resume by itself needs it
 
         ctx.saver.newest = newest_state(ctx)
     ctx.hooks = HookTable(trainer, module, [*ctx.callbacks, *([] if ctx.saver.newest is None else [ctx.saver.newest])])
-    ctx.guests = [] if ctx.fn == "fit" else find_guests(ctx)  # a fit makes its guests with its optimizers
+    ctx.guests = [] if ctx.fn == "fit" else find_guests(ctx)  # a fit creates its guests later, with its optimizers
     check_hooks(ctx)
     restarted = run_folder.find_of_restarted_job(ctx) if ctx.fn == "fit" and not ctx.is_trial else None
     folder = trainer.run_folder.path
-    _lease_folders(ctx)  # before anything is resumed from them
+    _lease_folders(ctx)  # before the run resumes from a checkpoint in one of them
     heartbeat.enter("start" if ctx.ckpt_path is None and restarted is None else "load")
     path, saved = restarted or trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
     trainer._loaded = path and (path if restarted else str(path) if ctx.ckpt_path in _WORDS else ctx.ckpt_path)
@@ -186,7 +186,7 @@ def _set_up(ctx: RunContext) -> None:
         ctx.exit_stack.push(partial(_forget_folder, ctx))
     if not ctx.is_trial:
         start_loggers(ctx, module, ctx.datamodule)
-    _lease_folders(ctx)  # now the run folder too, which has been chosen
+    _lease_folders(ctx)  # again, since the run folder is known only now
     heartbeat.set_folder(trainer.run_folder.path)
     trainer.profiler.setup(ctx.fn, ctx.rank if ctx.world_size > 1 else None, trainer.log_dir)
     if ctx.fn == "fit":
@@ -195,7 +195,7 @@ def _set_up(ctx: RunContext) -> None:
         with ctx.strategy.model_context():
             module.configure_model()
     if not ctx.is_trial:
-        draw_graphs(ctx)  # the strategy has not changed the module yet
+        draw_graphs(ctx)  # before the strategy changes the module
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     _compile(ctx, module)
@@ -224,7 +224,7 @@ class _UnknownPosition:
 
 @contextmanager
 def _unknown_position(ctx: RunContext) -> Iterator[None]:
-    """Refuse reads of the position in the block, if a checkpoint may change it, now or after a launcher's restart."""
+    """Raise an error if the position is read in the block and a checkpoint may change it, now or after a restart."""
     trainer, position = ctx.trainer, ctx.trainer.position
     if ctx.fn == "fit" and (ctx.ckpt_path is not None or (read_job() is not None and not ctx.is_trial)):
         trainer.position = cast("Position", _UnknownPosition())
@@ -280,7 +280,10 @@ def _prepare_data(ctx: RunContext) -> None:
 
 
 def _close(ctx: RunContext, error: BaseException | None) -> None:
-    """Undo everything, each part even if another fails. If the run had no error, the first failure is raised."""
+    """Undo the set-up of a run, each part even if another part fails.
+
+    If the run had no error, raise the first failure.
+    """
     first = error
 
     def finalize(logger: Logger) -> None:
@@ -292,13 +295,13 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
     if error is not None:
         ctx.trainer.state.status = TrainerStatus.INTERRUPTED
         if failed:
-            from instep.data.seeding import add_note  # imported late: only a run that fails pays for it
+            from instep.data.seeding import add_note  # imported late: only a failed run needs it
 
             add_note(error, _about_device(ctx))
         elif hasattr(ctx, "device"):
             from instep.trainer.error_notes import add_notes  # imported late: only an error needs it
 
-            with suppress(Exception):  # a user's class may fail to be described: the error itself matters
+            with suppress(Exception):  # describing a user's object may fail, which must not hide the error
                 add_notes(error, ctx)
     undo: list[Callable[[], Any]] = [
         lambda: _close_saver(ctx, error),
@@ -311,7 +314,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         lambda: _close_loaders(ctx),
         lambda: _detach(ctx),
         lambda: _wait_for_all(ctx, first),
-        # Pass the traceback on: generators on the stack set it on the error that they raise again.
+        # Pass the traceback too, since context managers in the stack that are generators set it on the error again.
         _warns(
             "what ends the run",
             lambda: ctx.exit_stack.__exit__(
@@ -327,16 +330,17 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         except BaseException as another:  # noqa: BLE001  raised below, or printed beside the first one
             if first is None:
                 first = another
-            # other errors of a failed device only repeat the first
+            # after the failure of a device, its other errors only repeat the first one
             elif another is not first and not (failed and is_device_error(another)):
-                with suppress(OSError, ValueError):  # stderr on a full disk, or closed: the first error matters
+                # stderr may be closed or on a full disk, which must not hide the first error
+                with suppress(OSError, ValueError):
                     sys.stderr.write(clean("".join(format_exception(another))))
     if first is not None and error is None:
         raise first
 
 
 def _warns(what: str, write: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a `write` that turns an OSError into a warning: the training is done and saved by then."""
+    """Wrap `write`, so that an OSError becomes a warning: at that time the training is done and saved."""
 
     def write_or_warn() -> None:
         try:
@@ -368,16 +372,16 @@ def _best_checkpoint(ctx: RunContext) -> str:
 
 
 def _abandon(ctx: RunContext, error: BaseException) -> None:
-    """Stop all waiting for other ranks: after an error they may never come."""
+    """Stop waiting for other ranks, since after an error they may never answer."""
     if hasattr(ctx, "triggers"):  # missing if the processes never connected
         ctx.triggers.abandon()
     if hasattr(ctx, "heartbeat"):
-        # first, since other ranks may end this one once it falls behind
+        # write the failure first, since the other ranks may end this process once its heartbeat has stopped
         ctx.trainer.run_folder.leave_failure(ctx, error)
         ctx.heartbeat.end()
     if ctx.trainer._log is not None:
-        ctx.trainer._log.buffer.clear()  # the entry that raised is not collected a second time
-        ctx.trainer._log.step_values.clear()  # reading them could ask a device that has failed
+        ctx.trainer._log.buffer.clear()  # so that a logged value that raised an error is not collected a second time
+        ctx.trainer._log.step_values.clear()  # reading these values could need a device that has failed
 
 
 def _close_saver(ctx: RunContext, error: BaseException | None) -> None:
@@ -469,7 +473,7 @@ def _report_overdue(ctx: RunContext, name: str) -> int:
         The exit code.
     """
     if ctx.ending.preempted:
-        return EXIT_PREEMPTED  # the save is done and the status written: only what follows takes too long
+        return EXIT_PREEMPTED  # the save is done and the status is written: only closing the run takes too long
     text = f"{name} came, and saving took longer than the grace period of {ctx.settings.grace_period_s:g} s"
     ctx.trainer.run_folder.write_status(ctx.trainer, InstepError(f"{text}; nothing was saved"), name)
     return EXIT_FAILED

@@ -1,4 +1,4 @@
-"""Loaders of a run: sharded, limited, resumable; and the move of a batch to the device."""
+"""Loaders of a run: sharding over the ranks, limits, resuming, and the transfer of batches to the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from instep import data as room  # its names load when used: only a run pays for what prepares loaders
+from instep import data as room  # its names load when used: only a run needs the code that prepares loaders
 from instep.data import BatchSource, DataModule
 from instep.data.base import described
 from instep.data.plan import derive, derive_phases, phase_at, steps_in_phases
@@ -36,7 +36,8 @@ class StageData:
         loaders: what the user gave: a loader, or loaders in a list, dict or tuple; None where there are none.
         batches: number of batches of each loader on this rank; infinity while unknown. Training has one entry.
         accumulate: micro-batches per optimizer step.
-        phases: `accumulate` by the optimizer step from which it holds; None if it does not change over the run.
+        phases: mapping from an optimizer step to the value of `accumulate` from that step on; None if it does not
+            change over the run.
     """
 
     loaders: Any = None
@@ -46,9 +47,10 @@ class StageData:
 
 
 def data_of(trainer: Trainer, stage: str) -> StageData:
-    """Return the data of `train`, `val`, `test` or `predict`: of the running call, else of the last call that had some.
+    """Return the data of the stage `train`, `val`, `test` or `predict`.
 
-    If the running call has not requested its loaders yet, they are requested now.
+    It is that of the Trainer's running call, or else of its last call that had data of this stage. If the running call
+    has not requested its loaders yet, they are requested now.
     """
     ctx = trainer._ctx
     if ctx is not None and ctx.loaders.has(stage):
@@ -73,7 +75,7 @@ def sanity_batches(trainer: Trainer) -> list[int | float]:
 
 
 def estimate_steps(trainer: Trainer) -> int | float:
-    """Return the optimizer steps of a whole fit; infinity while unknown."""
+    """Return the number of optimizer steps of a whole fit; infinity if it is unknown."""
     s = trainer.settings
     data = StageData() if s.max_epochs == -1 else data_of(trainer, "train")
     batches = data.batches[0] if data.batches else math.inf
@@ -90,7 +92,7 @@ def estimate_steps(trainer: Trainer) -> int | float:
 
 
 def accumulation(trainer: Trainer) -> int:
-    """Return the micro-batches per optimizer step: of the running call, else the Trainer's argument."""
+    """Return the number of micro-batches per optimizer step: of the Trainer's running call, else its argument."""
     return trainer.settings.accumulate_grad_batches if trainer._ctx is None else trainer._ctx.loaders.accumulate
 
 
@@ -112,12 +114,13 @@ class Loaders:
 
     Attributes:
         accumulate: micro-batches per optimizer step; `global_batch_size` decides it when the training data is prepared.
-        phases: `accumulate` by the optimizer step from which it holds, if `global_batch_size` changes over the run.
+        phases: mapping from an optimizer step to the value of `accumulate` from that step on, if `global_batch_size`
+            changes over the run; else None.
         window_origin: batch of the epoch from which optimizer windows are counted.
-        in_epoch: whether an epoch runs, whose step was made for the current accumulation.
+        in_epoch: whether an epoch is running. Its step was made for the current accumulation, which must not change.
         prepared_train: the training data; None before it is prepared.
         given: loaders that the user passed to the Trainer's method, by stage; None where a loader method returns them.
-            settings: settings of the Trainer; a trial may change the limits of batches in them before data is prepared.
+        settings: settings of the Trainer; a trial may change the limits of batches in them before data is prepared.
     """
 
     def __init__(
@@ -140,11 +143,11 @@ class Loaders:
         self.in_epoch = False
         self.prepared_train: BatchSource | None = None
         self._eval: dict[str, list[BatchSource]] = {}
-        self._gave_validation = False  # if not False, the loaders were asked for early and serve the first validation
+        self._gave_validation = False  # False: loaders that were requested already serve the first validation
         self._users: dict[str, Any] = {}
 
     def raw(self, stage: str) -> Any:
-        """Return the user's loaders unprepared, from an earlier request if there was one."""
+        """Return the user's loaders as they are, not prepared; request them only if they were not requested before."""
         users = self._users.get(stage)
         return self._ask(stage) if users is None else users
 
@@ -153,7 +156,10 @@ class Loaders:
         return stage in self.given
 
     def data(self, stage: str) -> StageData:
-        """Return the data of a stage that the run has, as users see it."""
+        """Return the loaders of a stage and their numbers of batches, as users see them.
+
+        The run must have the stage.
+        """
         sources = [self.train] if stage == "train" else self.evaluation(stage)
         counts = [math.inf if source.num_batches is None else source.num_batches for source in sources]
         return StageData(self.users(stage), counts, self.accumulate, self.phases)
@@ -164,7 +170,7 @@ class Loaders:
         return users.iterables if isinstance(users, room.CombinedLoader) else users
 
     def _raw(self, stage: str) -> Any:
-        """Request the user's loader or loaders of a stage: passed in, from the datamodule, or from the module."""
+        """Request the user's loaders of a stage: those that were passed, else those of the datamodule or the module."""
         self._users[stage] = users = self._ask(stage)
         return users
 
@@ -177,7 +183,10 @@ class Loaders:
         return getattr(module, name)() if is_overridden(module, name, ModuleHooks) else None
 
     def how_to_give(self, stage: str) -> str:
-        """Return a text that says how to provide the missing data, with the user's method that may be a misspelling."""
+        """Return a text that says how to provide the missing data.
+
+        It names a method of the user that may be misspelt.
+        """
         owner, base = (self._module, ModuleHooks) if self._datamodule is None else (self._datamodule, DataModule)
         name, wanted = type(owner).__name__, f"{stage}_dataloader"
         if (own := misspelt(owner, wanted, base)) is not None:
@@ -198,10 +207,12 @@ class Loaders:
         return self.prepared_train
 
     def prepare_train(self, raw: Any = None) -> BatchSource:
-        """Prepare the training data. May be called again, to read it from its start while the training keeps its place.
+        """Prepare the training data.
+
+        A second call gives data that is read from its start, apart from the training's data.
 
         Args:
-            raw: the user's loaders; None takes those that the training began with.
+            raw: the user's loaders; None for the loaders that the training began with.
         """
         raw = self._users["train"] if raw is None else raw
         settings = self.settings
@@ -223,7 +234,8 @@ class Loaders:
         else:
             source = self._prepare(raw, "train", limit, micro_batch)
         self._gradient.num_steps = self.accumulate
-        # states are taken at a window's end, so the source must remember the positions of a whole window
+        # a checkpoint has the position of the last optimizer window's end, so the source remembers positions of a whole
+        # window
         source.history = self.most_accumulated
         if source.num_batches == 0 and limit != 0:
             raise DataError(
@@ -234,7 +246,7 @@ class Loaders:
 
     @property
     def most_accumulated(self) -> int:
-        """Largest number of micro-batches that an optimizer step of the run has, as far as that is known."""
+        """Largest number of micro-batches per optimizer step in the run, as far as it is known."""
         scheduler = accumulation_scheduler(self._trainer) if self._module.automatic_optimization else None
         scheduled = () if scheduler is None else scheduler.scheduling.values()
         return max((self.accumulate, *(self.phases or {}).values(), *scheduled))
@@ -245,7 +257,7 @@ class Loaders:
         Args:
             step: optimizer steps done.
             batch: batches of the epoch done.
-            accumulate: micro-batches per optimizer step from now on, used only without phases.
+            accumulate: micro-batches per optimizer step from now on, used only if `phases` is None.
         """
         if self.phases is not None:
             accumulate = phase_at(self.phases, step)[0]
@@ -253,7 +265,7 @@ class Loaders:
         self.window_origin = batch
 
     def next_change(self, step: int) -> int | float:
-        """Return the optimizer step at which the next phase begins; infinity if there is none."""
+        """Return the optimizer step at which `global_batch_size` changes next; infinity if it does not change."""
         return math.inf if self.phases is None else phase_at(self.phases, step)[1]
 
     def change_accumulation(self, accumulate: int, step: int, batch: int) -> None:
@@ -312,7 +324,7 @@ class Loaders:
     def reload_evaluation(self) -> None:
         """Request the evaluation loaders again.
 
-        They replace the old ones in the same lists, for whoever holds such a list.
+        The new loaders are put into the existing lists, so that code that holds such a list sees them.
         """
         for stage, sources in list(self._eval.items()):
             for source in sources:
@@ -323,8 +335,8 @@ class Loaders:
     def validates(self) -> bool:
         """Whether fit has a validation to run. Warn if there is a loader but no `validation_step`."""
         module = self._module
-        # With reloading, the loader method is called in epochs that validate and not before. Loaders passed in exist
-        # already.
+        # With `reload_dataloaders_every_n_epochs`, the loader method is called only in epochs that validate. Loaders
+        # that were passed in exist already.
         asked = self.given.get("val") is None and self.settings.reload_dataloaders_every_n_epochs
         later = asked and self.settings.val_limit != 0
         if not (self._has("val") if later else self.evaluation("val")):
@@ -345,11 +357,12 @@ class Loaders:
         return self.given.get(stage) is not None or is_overridden(owner, name, base)
 
     def validation(self, epoch: int) -> list[BatchSource]:
-        """Return the validation loaders of this epoch, requested anew as `reload_dataloaders_every_n_epochs` says.
+        """Return the validation loaders of this epoch.
 
-        They are requested in the first epoch that validates, and again in an epoch that validates so many epochs after
-        the last request. A resumed run requests them as the interrupted run did. A sanity check before the first epoch
-        has a request of its own.
+        Request them again if `reload_dataloaders_every_n_epochs` is set. With this setting they are requested in the
+        first epoch that validates, and again in an epoch that validates if at least this number of epochs has passed
+        since the last request. A resumed run requests them in the same epochs as the interrupted run. A sanity check
+        before an epoch that does not validate also requests them.
         """
         every, step = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch or 1
         if not every or self.given.get("val") is not None:  # loaders that were passed in are never requested
@@ -364,7 +377,7 @@ class Loaders:
         with self._as_of(*of) if epoch > of[0] or at.epoch_over else nullcontext():
             return self.evaluation("val")
 
-    # ---- both
+    # ---- training and evaluation
 
     def _as_first_asked(self) -> AbstractContextManager[None]:
         """Show loader methods the position at which an uninterrupted run requested the loaders.
@@ -423,7 +436,7 @@ class Loaders:
         Args:
             source: batches on the host.
             dataloader_idx: index of the loader that they come from, for the hooks.
-            what: "validation", "test" or "predict": an error in reading the data says that it was this data.
+            what: name of the data ("validation", "test" or "predict") for errors that are raised while it is read.
         """
         module, datamodule, device = self._module, self._datamodule, self._device
 
@@ -437,7 +450,7 @@ class Loaders:
         if before is not None:
             stages.append(lambda batch: before(batch, dataloader_idx))
         convert = self._strategy.precision.input_converter()
-        if move is None and device.type != "cpu":  # before the cast, whose result would no longer be in pinned memory
+        if move is None and device.type != "cpu":  # move before the cast: the result of a cast is not in pinned memory
             stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
         if convert is not None:
             stages.append(convert)
@@ -472,7 +485,7 @@ def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
             yield batch
             batch_idx += 1
     except Exception as error:
-        from instep.data.seeding import add_note  # imported late: only a run pays for it
+        from instep.data.seeding import add_note  # imported late: only a run needs it
 
         which = f" loader {loader}" if loader else ""
         add_note(error, f"This came from reading batch_idx {batch_idx} of the {what} data{which}.")

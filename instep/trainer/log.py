@@ -130,7 +130,7 @@ _REDUCTIONS: dict[Any, str] = {
 
 
 def reduction(name: str, reduce_fx: Any) -> str:
-    """Return the name of a `reduce_fx`: of a text such as `"mean"` or `"AVG"`, or of a function such as `max`."""
+    """Return the standard name of a `reduce_fx`: a text such as `"mean"` or `"AVG"`, or a function such as `max`."""
     try:
         return _REDUCTIONS[reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx]
     except (KeyError, TypeError):
@@ -142,7 +142,10 @@ def reduction(name: str, reduce_fx: Any) -> str:
 
 @dataclass
 class Accumulator:
-    """Sum in float64 of the values that one hook logs under one name, with its arguments and values not yet added."""
+    """Sum in float64 of the values that one hook logs under one name.
+
+    It also has the arguments of `self.log`, and the values that are not added yet.
+    """
 
     name: str
     options: Options
@@ -191,12 +194,15 @@ class Accumulator:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Names under which callbacks see a step value; the plain one only until the epoch's value replaces it."""
+        """Names under which callbacks see a step value.
+
+        With on_epoch, one of them is the plain name, until the epoch's value replaces it.
+        """
         return (self.step_name, self.full_name) if self.on_epoch else (self.full_name,)
 
     @property
     def names(self) -> set[str]:
-        """The names under which loggers get its values."""
+        """Names under which loggers get the values of this accumulator."""
         return {*[self.step_name] * self.on_step, *[self.epoch_name] * self.on_epoch}
 
     def add(self, value: float, weight: float) -> None:
@@ -204,11 +210,14 @@ class Accumulator:
         self.weight += weight
 
     def held(self) -> AbstractContextManager[None]:
-        """Let the metric object hold the counts of this name in a `with` block."""
+        """Return a context manager in which the metric object holds the counts that belong to this name."""
         return nullcontext() if self.counts is None else self.counts.held()
 
     def computed(self, shapes: Mapping[str, Any]) -> float:
-        """Compute the metric object over all ranks. Collective; `shapes` are those of other ranks' list states."""
+        """Compute the metric object over all ranks.
+
+        Collective; `shapes` are the shapes of list states on the other ranks.
+        """
         with self.held(), metric_states_module().able_to_compute(self.metric, shapes):
             value = self.metric.compute()
         if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
@@ -240,7 +249,10 @@ _COMBINE: dict[str, Callable[[float, float], float]] = {
 
 
 def combine(op: str, total: float | None, amount: float | None) -> float | None:
-    """Add an amount to a total by the reduction. None for either of them means nothing so far."""
+    """Combine an amount with a total by the reduction `op`.
+
+    If the amount or the total is None, return the other one.
+    """
     if total is None or amount is None:
         return amount if total is None else total
     return _COMBINE[op](total, amount)
@@ -256,7 +268,7 @@ def merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
 
 
 def final(op: str, total: float | None, weight: float) -> float | None:
-    """Compute the reduced value of a total and a weight."""
+    """Compute the reduced value from a total and a weight; None if there is no value."""
     if total is None:
         return None
     if op == "mean":
@@ -277,7 +289,7 @@ def merge_states(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]
 
 
 class NullBuffer(list[Entry]):
-    """Buffer that drops what is logged: `barebones` has no log."""
+    """Buffer that drops every logged value, for `Trainer(barebones=True)`, which logs nothing, and for trials."""
 
     def append(self, entry: Entry) -> None:
         pass
@@ -292,7 +304,7 @@ class StepMetrics(NamedTuple):
 
 
 class _Outstanding(NamedTuple):
-    """Values on their way to the host: held values with their weights, then fresh step values."""
+    """Values that are being copied to the host: the values for epoch sums with their weights, then new step values."""
 
     transfer: ScalarTransfer
     held: list[tuple[Accumulator, list[float]]]
@@ -335,10 +347,12 @@ class MetricLog:
     Args:
         stage: `train`, `validate`, `sanity_check`, `test`.
         world_size: processes that the epoch values are reduced over.
-        num_loaders: with more than one, names end with `/dataloader_idx_<i>`.
-        counts: whether this rank's values are reduced: of several ranks with the same data, only one counts.
+        num_loaders: number of loaders; with more than one, names end with `/dataloader_idx_<i>`.
+        counts: whether this rank's values take part in reductions. If several ranks have the same data, only one of
+            them counts.
         module: the module with the metric objects.
-        warned: hooks whose first batch was checked, so that each warns at most once; None for no warnings.
+        warned: names of hooks whose first batch was checked, so that there is one warning per hook; None for no
+            warnings.
     """
 
     def __init__(
@@ -369,17 +383,18 @@ class MetricLog:
         self._accumulators: dict[tuple[str, int | None], dict[str, Accumulator]] = {}
         self._current: dict[str, Accumulator] = {}
         self._order = 0
-        self._of_loaders: dict[tuple[int, str], float] = {}  # values computed already, by metric object and suffix
+        # values that are already computed, by metric object and suffix
+        self._of_loaders: dict[tuple[int, str], float] = {}
         self._outstanding: _Outstanding | None = None
         self._averages: bool | None = None  # whether any rank averages step values over ranks; None until it is agreed
         self.step_values: dict[str, Any] = {}
         """The last step values by name (numbers or device tensors), for whoever shows them; without those whose name a
         later epoch value has taken."""
 
-    # ---- the hook that runs
+    # ---- the hook that is running
 
     def enter(self, hook: str) -> str:
-        """Record that `hook` runs from here on; return the one before, for `leave`."""
+        """Record that `hook` is running from now on, and return the hook that ran before, for `leave`."""
         before = self._hook
         if self.buffer:
             self.drain()
@@ -388,18 +403,18 @@ class MetricLog:
         return before
 
     def leave(self, before: str) -> None:
-        """Collect what the hook logged and go back to the one before."""
+        """Collect what the running hook has logged, and set the running hook back to `before`."""
         if self.buffer:
             self.drain()
         self._hook = before
         self._select()
 
     def set_loader(self, index: int | None) -> None:
-        """Set the index of the evaluation loader that batches come from; None outside of loaders.
+        """Set the index of the evaluation loader that batches come from; None if no loader is being read.
 
         If the logged name has the loader's index, the counts of a metric object are taken out at the end of each
-        loader, and kept apart. After the last loader the metric object gets the sum of them, for names and hooks that
-        concern all loaders.
+        loader, and kept apart. After the last loader the metric object gets the sum of these counts, for names and
+        hooks that concern all loaders.
         """
         if self._num_loaders > 1:
             ended = [one for one in self._objects() if one.suffix and one.counts is None]
@@ -523,7 +538,7 @@ class MetricLog:
         return accumulator
 
     def _check_names(self, new: Accumulator) -> None:
-        """Raise LogError if two names become the same by the endings `_step` and `_epoch`."""
+        """Raise LogError if two names become the same because of the endings `_step` and `_epoch`."""
         for one in self._all():
             alike = one.names & new.names if one.name != new.name and not one.from_checkpoint else ()
             for name in alike:
@@ -533,7 +548,10 @@ class MetricLog:
                 )
 
     def _checked(self, name: str, metric: Any, suffix: str) -> Any:
-        """Return the metric object. Raise LogError if it counts elsewhere too and cannot keep the two counts apart."""
+        """Return the metric object.
+
+        Raise LogError if it also counts for another stage or loader, and cannot keep the counts apart.
+        """
         elsewhere = id(metric) in self.not_here
         others = [one for one in self._objects() if one.metric is metric and one.suffix != suffix] if suffix else []
         if elsewhere or (others and not metric_states_module().can_take(metric)):
@@ -549,7 +567,10 @@ class MetricLog:
         accumulator.metric = self._checked(name, value, accumulator.suffix)
 
     def _with_arguments(self, known: Accumulator, options: Options) -> Accumulator:
-        """Set the program's arguments on a sum from a checkpoint. If the reduction changed, the sum begins anew."""
+        """Set the arguments of this `self.log` call on a sum that was loaded from a checkpoint.
+
+        If the reduction differs, clear the sum.
+        """
         op = reduction(known.name, options.reduce_fx)
         if op != known.op:
             known.clear()
@@ -590,7 +611,10 @@ class MetricLog:
 
     @property
     def callback_values(self) -> dict[str, Any]:
-        """Step values that callbacks may watch: those of training. Of an evaluation they watch the final values."""
+        """Step values that callbacks may watch: those of training only.
+
+        In an evaluation, callbacks watch the epoch values.
+        """
         return self.step_values if self.stage == "train" else {}
 
     def bar_values(self, on_device: bool = False) -> dict[str, Any]:
@@ -607,7 +631,7 @@ class MetricLog:
             if one.last is not None and (on_device or not _on_device(one.last))
         }
 
-    # ---- out of the accumulators
+    # ---- from accumulators to the host
 
     def _all(self) -> Iterable[Accumulator]:
         # Unique by identity, since without add_dataloader_idx one accumulator stands for several loaders.
@@ -616,14 +640,14 @@ class MetricLog:
         }.values()
 
     def hand_over(self, step: int, wait: bool = False, step_values: bool = True) -> list[StepMetrics]:
-        """Start the transfer of all held values, and return the step values of transfers that have arrived.
+        """Start to copy all collected values to the host, and return the step values whose copies have arrived.
 
-        On a CPU the new transfer arrives at once. On a GPU usually the previous one is returned, so that the host does
-        not wait, unless `wait` asks for all.
+        On a CPU a copy arrives at once. On a GPU the values of the previous call are usually returned, so that the host
+        does not wait; with `wait`, it waits for all values.
 
         Args:
             step: the step that the step values belong to.
-            wait: return only when everything has arrived.
+            wait: whether to wait until all values have arrived.
             step_values: whether to transfer step values too; if not, they stay for a later call.
         """
         arrived = self._arrive()
@@ -640,9 +664,9 @@ class MetricLog:
                 fresh.append(accumulator)
                 values.append(accumulator.last)
             accumulator.fresh = False
-        # Averaging over ranks is a collective. All ranks must agree whether to enter it, so it depends on what all of
-        # them know, not on who has a fresh value (a rank that replayed a batch has none) or on when the device is
-        # ready.
+        # Averaging over ranks is a collective. All ranks must make the same decision whether to enter it, so the
+        # decision does not depend on whether this rank has a new value (a rank that replayed a batch has none) or
+        # whether the device is ready.
         synced = step_values and self._world_size > 1 and self._any_syncs()
         if values or synced:
             with _naming(values, held, fresh):
@@ -660,9 +684,9 @@ class MetricLog:
         return [one.full_name for one in self._syncs() if one.options.group is None]
 
     def _any_syncs(self) -> bool:
-        """Return True if any rank averages step values over ranks.
+        """Return True if a step value is averaged over ranks on any rank.
 
-        Collective in the first call, so that all ranks know.
+        The first call is collective, so that all ranks learn of it.
         """
         mine = any(True for _ in self._syncs())
         if self._averages is None:
@@ -697,7 +721,7 @@ class MetricLog:
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
                 if name in ours:  # other names belong to a group without this rank
-                    # From now on the mean is shown and saved.
+                    # From now on the mean over ranks is shown and saved.
                     metrics[name] = ours[name].last = sum(values) / len(values)
         if not metrics:
             return []
@@ -709,11 +733,11 @@ class MetricLog:
         return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if ours[name].options.prog_bar})]
 
     def reduce(self, step: int, reset: bool) -> tuple[list[StepMetrics], list[EpochMetric]]:
-        """Reduce the epoch values so far over ranks. Collective.
+        """Reduce the epoch values logged so far over ranks. Collective.
 
         Args:
-            step: the step that outstanding step values belong to.
-            reset: begin a new epoch afterwards.
+            step: the step to which step values belong that are still to be copied to the host.
+            reset: whether to clear all sums afterwards, for a new epoch.
 
         Returns:
             Step values that have arrived, and the epoch values in the order of their first `self.log`.
@@ -766,9 +790,9 @@ class MetricLog:
     def _computed(
         self, accumulators: list[Accumulator], shapes: Mapping[str, Any], empty: Collection[str]
     ) -> dict[tuple[str, str], float]:
-        """Compute the metric objects, each once for all names of a loader.
+        """Compute each metric object once, for all names of one loader.
 
-        No rank has updated those named in `empty`.
+        `empty` has the names of metric objects that no rank has updated; warn if the value of one of them is nan.
         """
         values: dict[tuple[int, str], float] = dict(self._of_loaders)
         result: dict[tuple[str, str], float] = {}
@@ -785,7 +809,10 @@ class MetricLog:
         return result
 
     def _loaders_of(self, accumulator: Accumulator) -> frozenset[int] | None:
-        """Return the loaders whose batches a value was logged with; None if these are all, or the name says which."""
+        """Return the indices of the loaders that a value belongs to.
+
+        Return None if it belongs to all loaders, or if its name has the index.
+        """
         if accumulator.options.add_dataloader_idx:
             return None
         places = self._accumulators.items()
@@ -837,7 +864,7 @@ class MetricLog:
             options = Options(*given)
             accumulator = known or self._accumulator(saved["key"], 0.0, options)
             accumulator.from_checkpoint = known is None or known.from_checkpoint
-            accumulator.clear()  # the restored sums include what was logged since the start
+            accumulator.clear()  # the restored sums include what the hooks have logged since the start of this run
             accumulator.total, accumulator.weight = saved["total"], saved["weight"]
             accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:
@@ -866,7 +893,7 @@ def _on_device(value: Any) -> bool:
 
 
 def metric_states_module() -> ModuleType:
-    """Return the module that knows the states of metric objects. It is imported here, since only a run pays for it."""
+    """Return the module that knows the states of metric objects. It is imported here, since only a run needs it."""
     from instep.distributed import metric_states
 
     return metric_states

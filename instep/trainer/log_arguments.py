@@ -1,4 +1,4 @@
-"""Arguments of `self.log`: the checks of what it accepts, and errors that name the wrong value and a remedy."""
+"""Arguments of `self.log`: checks of names and values, with errors that name the wrong value and a remedy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:
             f"self.log_dict got {type(given).__name__}; it takes a dict of names and values, or a collection"
         )
     if hasattr(given, "compute_groups"):
-        # Without groups nothing is shared, so nothing must be copied, and torchmetrics gets the same argument as from
-        # Lightning.
+        # Without compute groups, metrics share no state, so nothing must be copied. Lightning passes torchmetrics the
+        # same argument.
         return given.items(keep_base=False, copy_state=not getattr(given, "_enable_compute_groups", True))
     return given.items()
 
@@ -35,7 +35,7 @@ def text_of(name: Any) -> str:
     """Return a name as a plain str, also if its class is a subclass of str, such as an Enum of texts.
 
     Raises:
-        LogError: the name is no text.
+        LogError: the name is not a str.
     """
     if isinstance(name, str):
         return str.__str__(name)
@@ -76,7 +76,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise a `LogError` for what `self.log` does not take."""
+    """Raise a `LogError` if `self.log` does not accept a value."""
     check_number(name, value)
     if isinstance(value, Tensor):
         if value.numel() != 1:

@@ -102,7 +102,8 @@ def configure_optimizers(ctx: RunContext) -> None:
     """Call the module's `configure_optimizers`, then let the strategy distribute the module."""
     module, strategy = ctx.module, ctx.strategy
     with without_collections():
-        import_module("torch._dynamo")  # takes a second, and the first optimizer and DDP load it in any case
+        # this import takes a second, and the first optimizer and DDP need it in any case
+        import_module("torch._dynamo")
     ctx.optimizers, ctx.schedulers = configure(_call_configure(module), module)
     ctx.guests = find_guests(ctx)
     wrap_optimizers(ctx)
@@ -111,7 +112,7 @@ def configure_optimizers(ctx: RunContext) -> None:
 
 
 def wrap_optimizers(ctx: RunContext) -> None:
-    """Set the optimizers that `self.optimizers()` returns, whose `step` is the run's optimizer step."""
+    """Wrap the optimizers for `self.optimizers()`, so that their `step` goes through the run."""
     module, no_sync = ctx.module, ctx.strategy.no_sync
     on_step = optimizer_step(ctx) if module.automatic_optimization else manual_optimizer_step(ctx)
     ctx.wrapped_optimizers = [
@@ -152,7 +153,8 @@ def prepare_training(ctx: RunContext) -> None:
         guest.check()
     ctx.validation.enabled = ctx.loaders.validates
     if ctx.validation.enabled and ctx.settings.train_limit != 0:
-        validation_interval(ctx)  # a wrong interval is an error now, not only in the first epoch that validates
+        # to raise the error of a wrong interval now, and not in the first epoch that validates
+        validation_interval(ctx)
     if isinstance(ctx.settings.val_check_interval, timedelta):
         ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
 
@@ -238,7 +240,7 @@ def start_training(ctx: RunContext) -> None:
 def check_saving(ctx: RunContext) -> None:
     """Raise an error before the first step if some state cannot be saved.
 
-    The `state_dict` and `on_save_checkpoint` of callbacks and modules are called once for this.
+    The `state_dict` and `on_save_checkpoint` of callbacks and modules are called once for this check.
     """
     if any(map(writes_checkpoints, ctx.callbacks)):
         ctx.saver.dry_run()
@@ -248,13 +250,13 @@ def check_saving(ctx: RunContext) -> None:
 
 
 def is_finished(ctx: RunContext) -> bool:
-    """Return whether training is over."""
+    """Return True if no step is left to train."""
     at, s = ctx.position, ctx.settings
     if s.train_limit == 0 or (s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs):
         return True
     resumes = ctx.resume is not None and not ctx.resume.restored
     if resumes and at.owes_end and (at.global_step <= s.max_steps or s.max_steps == -1):
-        # the checkpoint is from after the last step, but from before the validation and the hooks that follow it
+        # the checkpoint was saved after the last step, but before the validation and the hooks that follow this step
         return False
     return (s.max_steps != -1 and at.global_step >= s.max_steps) or is_stopping(ctx)
 
@@ -271,7 +273,7 @@ def is_last_batch(ctx: RunContext) -> bool:
 
 
 def is_stopping(ctx: RunContext) -> bool:
-    """Return True if the ranks agreed to stop, and the minimum of steps and epochs is reached."""
+    """Return True if the ranks agreed to stop, and `min_steps` and `min_epochs` are reached."""
     if not ctx.trainer._stop_agreed or is_below_minimum(ctx):
         return False
     return not ctx.ending.waits or still_stops(ctx)
@@ -284,10 +286,10 @@ def is_below_minimum(ctx: RunContext) -> bool:
 
 
 def still_stops(ctx: RunContext) -> bool:
-    """Decide, once the minimum is reached, whether a stop that has waited for it is still wanted. Collective.
+    """Decide, once `min_steps` and `min_epochs` are reached, whether a stop that has waited for them is still wanted.
 
-    The metric that EarlyStopping watches may have become better since then, so the last verdict of EarlyStopping
-    counts. A stop for any other reason remains.
+    Collective. The metric that EarlyStopping watches may have become better since the stop was requested, so the last
+    decision of EarlyStopping counts. A stop for any other reason remains.
     """
     from instep.callbacks.early_stopping import WORD  # imported late: few runs have a minimum to wait for
 
@@ -325,11 +327,13 @@ def begin_epoch(ctx: RunContext) -> None:
     with ctx.strategy.changing_trainable():
         ctx.hooks.call("on_train_epoch_start")
     if plan is not None and inside:
-        plan.finish()  # on_train_epoch_start already ran when this epoch really began
+        # after the hook, since the saved state includes what on_train_epoch_start did when the epoch first began
+        plan.finish()
     ctx.log.enter("training_step")
     ctx.heartbeat.enter("train")
     note_samples(ctx)
-    if inside:  # at the step of the checkpoint, values had still to be handed over and the validation to run
+    # the checkpoint was saved before the values of its step were handed over, and before a validation that was due
+    if inside:
         every = ctx.settings.log_every_n_steps
         if every and at.global_step % every == 0:
             hand_over_metrics(ctx)
@@ -338,9 +342,9 @@ def begin_epoch(ctx: RunContext) -> None:
 
 
 def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
-    """Yield the rest of the epoch's batches, on the device."""
+    """Yield the remaining batches of the epoch, on the device."""
     if ctx.position.skipped_rest:
-        return iter(())  # resumed after on_train_batch_start has skipped them
+        return iter(())  # the run was resumed after on_train_batch_start had skipped these batches
     batches = ctx.profiled_batches("[TrainingLoop].train_dataloader_next", ctx.loaders.on_device(ctx.source))
     for guest in ctx.guests:
         batches = guest.batches("training_step", batches, ctx.source, log=ctx.log, first=ctx.position.batch)
@@ -348,7 +352,7 @@ def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
 
 
 def after_batch(ctx: RunContext) -> tuple[Hook, ...]:
-    """Return the hooks after a training batch."""
+    """Return the hooks to call after each training batch."""
     hooks = ctx.hooks["on_train_batch_end"]
     for guest in ctx.guests:
         hooks = guest.hooks_after("training_step", hooks)
@@ -372,7 +376,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
 
     Args:
         ctx: the run.
-        complete: whether all batches were done; a run that stops in the middle stays in the epoch.
+        complete: whether all batches were done. If not, a later fit or a resumed run continues this epoch.
     """
     at, trainer, log, hooks = ctx.position, ctx.trainer, ctx.log, ctx.hooks
     ctx.heartbeat.enter("epoch")
@@ -410,20 +414,23 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     else:
         at.closed_step = at.global_step
         if not getattr(trainer.checkpoint_callback, "saves_nothing", False):
-            # no final metrics of the epoch exist yet to rank this save by
+            # the epoch has no final metrics yet, by which this save could be ranked
             save_now(ctx, "the run ended within an epoch")
     at.epoch_over = True
     agree_on_triggers(ctx)
 
 
 def settle(ctx: RunContext) -> None:
-    """Make the guests of the step finish what is pending, before anything uses the result of the steps so far."""
+    """Make the guests of the step finish work that they have put off, before the result of the steps so far is used."""
     for guest in ctx.guests:
         guest.settle()
 
 
 def hand_over_metrics(ctx: RunContext) -> None:
-    """Hand over the values logged since the last call. Step values are included once for each step that is due."""
+    """Start to send the values logged since the last call to the loggers.
+
+    Step values are sent once for each step that is due.
+    """
     step, every = ctx.position.global_step, ctx.settings.log_every_n_steps
     due = bool(every) and step % every == 0 and step != ctx.counts.handed_over
     ctx.counts.handed_over = step
@@ -494,7 +501,7 @@ def validation_interval(ctx: RunContext) -> int | None:
 
 
 def plan_validation(ctx: RunContext) -> None:
-    """Set when this epoch validates: after so many batches, at its end, by time, or not at all."""
+    """Decide when validations run in this epoch: after a number of batches, at its end, by time, or not at all."""
     s, plan, at = ctx.settings, ctx.validation, ctx.position
     due, at.validation_due = at.validation_due, None
     plan.every, plan.next_batch, plan.at_epoch_end, plan.has_clock = None, math.inf, False, False
@@ -509,9 +516,10 @@ def plan_validation(ctx: RunContext) -> None:
 
 
 def waits_for_end(ctx: RunContext) -> bool:
-    """Return True if a validation runs at this epoch's end: it is planned there, or the data ended before its batch.
+    """Return True if a validation runs at this epoch's end.
 
-    Data whose length is not trusted may end before its claimed number of batches.
+    It is planned there, or the data ended before the batch at which it was due. Data whose length is not trusted may
+    end before its claimed number of batches.
     """
     plan, batches = ctx.validation, ctx.source.epoch_batches
     if plan.every is None or batches is None or ctx.settings.check_val_every_n_epoch is None:
@@ -541,7 +549,7 @@ def plan_next_validation(ctx: RunContext, due: bool | None = None) -> None:
 
 
 def check_clock(ctx: RunContext) -> None:
-    """On the main process: ask all ranks for a validation once `val_check_interval` as a time has passed."""
+    """On the main process, ask all ranks for a validation once the time `val_check_interval` has passed."""
     if time.monotonic() >= ctx.validation.next_time_s:
         assert isinstance(ctx.settings.val_check_interval, timedelta)
         ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
@@ -549,7 +557,10 @@ def check_clock(ctx: RunContext) -> None:
 
 
 def validation_sources(ctx: RunContext) -> Sequence[BatchSource]:
-    """Return the validation loaders of this epoch. Without any, the run goes on and does not validate."""
+    """Return the validation loaders of this epoch.
+
+    Without validation loaders, the run goes on and does not validate.
+    """
     sources = ctx.loaders.validation(ctx.position.epoch)
     ctx.validation.enabled = bool(sources)  # callbacks that wait for a validation must know that there is none
     return sources
@@ -648,7 +659,8 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
             raise KeyboardInterrupt
         raise SystemExit(128 + getattr(signal, trigger.reason, signal.SIGTERM))
     began = ctx.position.global_step > 0 or ctx.resumed_reader is not None
-    # Before the first step there is nothing to save: a new start repeats what hooks drew and logged.
+    # Before the first step there is nothing to save: a new start repeats what hooks have drawn from random generators
+    # and logged.
     path = save_now(ctx, trigger.reason) if began else None
     at, s, batches = ctx.position, ctx.settings, ctx.source.num_batches
     epoch = f"epoch {at.epoch + 1}{f'/{s.max_epochs}' if s.max_epochs != -1 else ''}"

@@ -43,7 +43,7 @@ def manual_step(ctx: RunContext) -> Step:
 
 
 def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
-    """Make the function behind `optimizer.step()` of manual optimization."""
+    """Make the function that `optimizer.step()` calls in manual optimization."""
     step_optimizer, counts = optimizer_step(ctx), ctx.counts
 
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
 
 
 def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Backpropagate, as `TrainModule.manual_backward` describes."""
+    """Backpropagate a loss in manual optimization, as `TrainModule.manual_backward` describes."""
     strategy, replayed = ctx.strategy, ctx.log.weight == 0
     if not loss.requires_grad and not is_overridden(ctx.module, "backward", TrainModule):
         raise without_graph(ctx, "self.manual_backward got a loss")

@@ -83,15 +83,15 @@ class Metrics:
             self._send(to_log, self._trainer.global_step)
 
     def warn_of_training(self, name: str, reader: str) -> None:
-        """Warn once if training's value has replaced validation's under one name, and something decides by this value.
+        """Warn once if a callback or scheduler reads a metric whose validation value was replaced by training's.
 
         Args:
             name: the metric.
-            reader: the callback or scheduler that decides by it, for the text.
+            reader: description of the callback or scheduler that decides by this metric, for the warning.
         """
         replaced = self._of_validation.get(name)
         if replaced is False and self._trainer._log is not None:
-            replaced = name in self._trainer._log.callback_values  # whether a step value, which is newer, has the name
+            replaced = name in self._trainer._log.callback_values  # True if a newer step value of training has the name
         if replaced and reader not in self.warned and self._trainer.is_global_zero:
             self.warned.add(reader)
             warn_user(
@@ -108,7 +108,10 @@ class Metrics:
                 self.nan_since.pop(name, None)
 
     def describe_nan(self) -> str:
-        """Describe which values are nan and since when; "" if none is. Call `keep` for the log before."""
+        """Describe which values are nan, and since which step; "" if none is.
+
+        Call `keep` with the current log before.
+        """
         since = self.nan_since
         plain = [name for name in since if not any(name == f"{other}{end}" for other in since for end in _ENDS)]
         by_step: dict[int, list[str]] = {}
@@ -136,7 +139,10 @@ class Metrics:
         return self._eval_steps[stage]
 
     def forget(self) -> None:
-        """Drop all values, after the sanity check: its metrics are no metrics of the run."""
+        """Drop all values.
+
+        Called at the start of a run, and after a sanity check, whose metrics do not belong to the run.
+        """
         self.callback.clear()
         self.logged.clear()
         self.bar.clear()
@@ -160,7 +166,7 @@ class Metrics:
 
 
 def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
-    """Return metrics as in Lightning: as 0-dim tensors, in float64 unless they are tensors already."""
+    """Return metrics as 0-dim tensors, as Lightning does. Numbers become float64; tensors keep their dtype."""
     return {
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()
@@ -173,7 +179,7 @@ def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
         for index, metrics in enumerate(results):
             print(f"{stage} (loader {index}): {json.dumps(metrics)}")  # noqa: T201  verbose=True asks for it
         return
-    from rich.console import Console  # imported late: only where people look
+    from rich.console import Console  # imported late: only output for people needs it
     from rich.table import Table
     from rich.text import Text
 
@@ -184,4 +190,4 @@ def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
     for name in dict.fromkeys(name for metrics in results for name in metrics):
         values = [f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results]
         table.add_row(Text(clean(name, "")), *values)
-    Console(force_jupyter=False).print(table)  # as text, since a rank that a notebook has forked can display no HTML
+    Console(force_jupyter=False).print(table)  # as text, since a rank forked by a notebook cannot display HTML

@@ -1,4 +1,4 @@
-"""`TrainModule`: the base class of users' models."""
+"""`TrainModule`: the base class of the models that a Trainer trains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ALGORITHM = choice("norm", "value")
 
 
 class TrainModule(HyperParameters, ModuleHooks, nn.Module):
-    """A model with its training: an `nn.Module` with step hooks.
+    """Base class of a model with its training: an `nn.Module` with methods such as `training_step`.
 
     Override `training_step` and `configure_optimizers`, and any other hooks that you need. Names and meaning are those
     of a LightningModule.
@@ -84,7 +84,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Plain attributes of the instance, since nn.Module's look-ups are slow and `log` reads this one in every step.
+        # These are plain attributes of the instance, since nn.Module's attribute look-up is slow and `log` reads the
+        # first one in every step.
         self._log_buffer: list[Entry] | None = None
         self._trainer: Trainer | None = None
 
@@ -109,7 +110,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one validation batch.
 
-        The arguments are `(batch, batch_idx, dataloader_idx)`; the last may be left out.
+        The arguments are `(batch, batch_idx, dataloader_idx)`; the method may leave out the last one.
 
         The return value is passed to `on_validation_batch_end`.
         """
@@ -151,7 +152,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         return None
 
     def pipeline_stages(self) -> Sequence[Any]:
-        """Return the parts of `forward` in their order. A pipeline makes its stages of them.
+        """Return the parts of `forward` in their order. Pipeline parallelism makes its stages from these parts.
 
         Returns:
             Submodules, each of which is called with the output of the one before: a tensor or a tuple of tensors, whose
@@ -188,8 +189,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Returns:
             An optimizer; a list of them; two lists, of optimizers and of schedulers; a dict with "optimizer" and, if
             wanted, "lr_scheduler" (a scheduler or a dict with "scheduler", "interval", "frequency", "monitor",
-            "strict", "name"); a list of such dicts; or None to train without one. In automatic optimization, several
-            optimizers all step in every optimizer window, with the gradients of the same loss.
+            "strict", "name"); a list of such dicts; or None to train without an optimizer. In automatic optimization,
+            several optimizers all step in every optimizer window, with the gradients of the same loss.
         """
         raise HookError(f"{type(self).__name__} has no configure_optimizers; fit needs one")
 
@@ -218,9 +219,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
         Args:
             optimizer: the optimizer whose gradients are clipped.
-            gradient_clip_val: largest norm or value; None takes the Trainer's. If that is None too, or if it is 0,
-                nothing is clipped.
-            gradient_clip_algorithm: "norm" or "value"; None takes the Trainer's.
+            gradient_clip_val: largest norm or value; None means the Trainer's `gradient_clip_val`. If both are None, or
+                if the limit is 0, nothing is clipped.
+            gradient_clip_algorithm: "norm" or "value"; None means the Trainer's algorithm.
 
         Raises:
             UsageError: the Trainer was given another value or algorithm.
@@ -252,11 +253,11 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             scheduler.step(metric)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of them, for manual optimization.
+        """Return the optimizer, or a list if there are several, for manual optimization.
 
         Args:
-            use_pl_optimizer: whether to return the wrapped optimizers. False returns the bare ones; the Trainer does
-                not see their `step`.
+            use_pl_optimizer: whether to return the wrapped optimizers. False returns the original optimizers, whose
+                `step` the Trainer does not see.
         """
         wrapped = self.trainer._wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers
         return wrapped[0] if len(wrapped) == 1 else list(wrapped)
@@ -315,25 +316,28 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         sync_dist_group: Any = None,
         metric_attribute: str | None = None,
     ) -> None:
-        """Log one value. It is copied and stays on its device; nothing waits.
+        """Log one value. The value is copied and stays on its device, so the host does not wait for the device.
 
         Args:
             name: name of the metric. A part before a "/" forms a group in dashboards.
             value: a number, a tensor with one element, or a metric object with `compute()`.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers; default yes.
-            on_step: hand over the value of the step, every `log_every_n_steps`. Default: in training's batch hooks.
-            on_epoch: hand over the epoch's value. Default: in evaluation, and in epoch hooks.
+            prog_bar: whether to show the value in the progress bar.
+            logger: whether to send the value to the loggers; default True.
+            on_step: whether to log the value of the step, every `log_every_n_steps` steps. Default: True in the
+                training step and in the batch hooks of training.
+            on_epoch: whether to log the value reduced over the epoch. Default: True in evaluation and in epoch hooks.
             reduce_fx: "mean" (weighted by batch size), "sum", "min" or "max", over the epoch's batches and ranks; or
                 torch's or Python's function of that name.
             sync_dist: None (default): epoch values reduce exactly over ranks, step values stay local. True: step values
                 are averaged over ranks too, when they are handed over. False: nothing is reduced.
-            add_dataloader_idx: append the loader's index to the name when there are several.
-            batch_size: samples behind the value (its weight); by default known from the sampler or the batch.
-            rank_zero_only: the call is made on the main process only, so nothing is reduced.
-            sync_dist_group: a process group of torch: values are reduced over its ranks alone. Metric objects have a
-                `process_group` of their own.
-            metric_attribute: name of the metric object in this module; by default it is searched for.
+            add_dataloader_idx: whether to append the loader's index to the name if there are several loaders.
+            batch_size: number of samples that the value stands for, which is its weight in a mean; by default known
+                from the sampler or the batch.
+            rank_zero_only: whether the call is made on the main process only, so that nothing is reduced.
+            sync_dist_group: a process group of torch; values are reduced over its ranks only. Metric objects use their
+                own `process_group`.
+            metric_attribute: name of the metric object's attribute in this module; by default the attribute is searched
+                for.
 
         Raises:
             LogError: a wrong value. Also raised for a hook in which nothing can be logged, or for contradicting
@@ -370,7 +374,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """`log` for each item of a dict; takes the same keyword arguments."""
+        """Call `log` for each item of a dict, with the same keyword arguments."""
         for name, value in items_to_log(dictionary):
             self.log(name, value, **kwargs)
 
@@ -414,17 +418,17 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """This process's rank among all of the run; 0 outside of a run."""
+        """Rank of this process among all processes of the run; 0 outside of a run."""
         return 0 if self._trainer is None else self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process's rank among those of its machine; 0 outside of a run."""
+        """Rank of this process among the processes on its machine; 0 outside of a run."""
         return 0 if self._trainer is None else self._trainer.local_rank
 
     @property
@@ -441,7 +445,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def batch_weight(self) -> float:
         """Factor by which to multiply this batch's mean loss in manual optimization: n_rank * world / n_global.
 
-        With it, the average over ranks is the mean over all samples. It is 1.0 except in the tail of an epoch.
+        Here n_rank and n_global are the numbers of samples on this rank and on all ranks together, and world is the
+        number of ranks. With this factor, the average over ranks is the mean over all samples. It is 1.0 except at the
+        end of an epoch, where ranks may have different numbers of samples.
         """
         return self.trainer._batch_weight()
 
@@ -527,14 +533,15 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             which_weights: "live" or "averaged", for a run with WeightAveraging; None for the checkpoint's plain
                 weights.
             **kwargs: arguments of `__init__`, which take precedence over the saved ones. Pass here what a checkpoint
-                does not hold: an ignored argument, a class or function that the module's class does not name for it, or
-                an object that no checkpoint can make, such as a pydantic model or a container of OmegaConf.
+                does not hold: an argument that `save_hyperparameters` ignored, a class or function that the argument's
+                type does not allow, or an object that no checkpoint can make, such as a pydantic model or a container
+                of OmegaConf.
 
         Raises:
             CheckpointError: the folder is not a checkpoint, does not verify, lacks an argument, or names a class or
                 function that is not allowed.
         """
-        from instep.trainer.weights import load_module  # imported late: the checkpoint room is loaded when used
+        from instep.trainer.weights import load_module  # imported late: instep.checkpoint is loaded only when used
 
         return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs, which_weights)
 
@@ -586,7 +593,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             UnsavableStateError: a hyperparameter is no plain value.
         """
-        from instep.pretrained import save_pretrained  # imported late: the checkpoint room is loaded when used
+        from instep.pretrained import save_pretrained  # imported late: instep.checkpoint is loaded only when used
 
         return save_pretrained(self, save_directory, max_shard_size, push_to_hub, repo_id, push_to_hub_kwargs)
 
@@ -606,7 +613,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             MissingPackageError: huggingface_hub is not installed.
             CheckpointError: the hub refuses, or cannot be reached.
         """
-        from instep.pretrained import push_pretrained  # imported late: the checkpoint room is loaded when used
+        from instep.pretrained import push_pretrained  # imported late: instep.checkpoint is loaded only when used
 
         return push_pretrained(self, repo_id, max_shard_size, **push_to_hub_kwargs)
 
@@ -650,7 +657,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             CheckpointError: the model does not fit the class, or the hub refuses or cannot be reached.
             MissingPackageError: the model is not on this machine, and huggingface_hub is not installed.
         """
-        from instep.trainer.weights import load_pretrained  # imported late: the checkpoint room is loaded when used
+        from instep.trainer.weights import load_pretrained  # imported late: instep.checkpoint is loaded only when used
 
         return load_pretrained(
             cls,
@@ -684,7 +691,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             SettingError: there is no input.
             UsageError: the module is sharded over processes.
         """
-        from instep import export  # imported late: only who exports pays for it
+        from instep import export  # imported late: only an export needs it
 
         return export.to_onnx(self, file_path, input_sample, **kwargs)
 
@@ -704,7 +711,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             SettingError, UsageError: as in `to_onnx`.
         """
-        from instep import export  # imported late: only who exports pays for it
+        from instep import export  # imported late: only an export needs it
 
         return export.to_exported_program(self, file_path, input_sample, **kwargs)
 
@@ -725,7 +732,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             SettingError, UsageError: another method; no input to trace with; a module that is sharded over processes.
         """
-        from instep import export  # imported late: only who exports pays for it
+        from instep import export  # imported late: only an export needs it
 
         return export.to_torchscript(self, file_path, method, example_inputs, **kwargs)
 
@@ -755,7 +762,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             SettingError: there is no input, or the output format does not fit.
             UsageError: there is no CUDA device.
         """
-        from instep import export  # imported late: only who exports pays for it
+        from instep import export  # imported late: only an export needs it
 
         return export.to_tensorrt(
             self, file_path, input_sample, ir, output_format, retrace, default_device, **compile_kwargs
@@ -771,7 +778,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 TrainModule.__jit_unused_properties__ = [
     name for name in dir(TrainModule) if isinstance(getattr(TrainModule, name), property)
 ]
-# `torch.jit.script` takes annotations for TorchScript types, and reads those of the next base if a class has none.
+# `torch.jit.script` reads annotations as TorchScript types. If a class has no annotations, it reads those of a base
+# class.
 TrainModule.__annotations__ = {"training": bool}
 
 
@@ -784,10 +792,10 @@ def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0
 
     Args:
         step: the bound method.
-        offered: their names in order, such as ("batch", "batch_idx", "dataloader_idx").
-        needed_only: how many of the last ones are given only to a parameter that has no default.
+        offered: names of the offered arguments in order, such as ("batch", "batch_idx", "dataloader_idx").
+        needed_only: how many of the last offered arguments are passed only to parameters that have no default.
     """
-    from instep.utils.porting import STEP_ARGUMENTS  # imported late: importing the Trainer does not pay for the tables
+    from instep.utils.porting import STEP_ARGUMENTS  # imported late: only a run needs these tables
 
     parameters = list(inspect.signature(step).parameters.values())
     for p in parameters:

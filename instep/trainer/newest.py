@@ -1,8 +1,8 @@
-"""The newest full state of a run, kept beside what the policies of its ModelCheckpoints keep. Loads late.
+"""Saving of a run's newest full state, beside the checkpoints that its ModelCheckpoints keep.
 
-With a policy such as "the best two", a crash would lose all steps since the best checkpoint. A run that resumes by
-itself (by `ckpt_path="auto"` or "last", or under a launcher that restarts it) therefore keeps one more state: the
-newest one.
+Imported only when needed. With a policy such as "the best two", a crash would lose all steps since the best checkpoint.
+A run that resumes by itself (by `ckpt_path="auto"` or "last", or under a launcher that restarts it) therefore keeps one
+more state: the newest one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class NewestState(ModelCheckpoint):
     """Saver of a run's newest full state. Its hooks run after those of all ModelCheckpoints.
 
-    If a ModelCheckpoint has judged a step, but none has saved a full state of this step, `NewestState` saves one, in
-    the folder of the first ModelCheckpoint. It keeps one state, and deletes that one once a newer full state of any
-    saver has verified.
+    If a ModelCheckpoint has decided at a step whether to save, but none of them has saved a full state of this step,
+    `NewestState` saves a full state in the folder of the first ModelCheckpoint. It keeps only its last state, and
+    deletes this one too once a newer full state of any callback has been verified.
 
     Args:
         beside: the ModelCheckpoints of the run.
-        at: the run's place in the training.
+        at: position of the run in the training.
     """
 
     state_key = "newest"  # type: ignore[assignment]  # one in a run
@@ -37,7 +37,7 @@ class NewestState(ModelCheckpoint):
         first, self._at = beside[0], at
         super().__init__(first.own_folder, every_n_epochs=0, background=first.background, on_error=first.on_error)
         self._beside = beside
-        self.due = False  # whether a ModelCheckpoint has judged a step since the last `settle`
+        self.due = False  # whether a ModelCheckpoint has decided on a save since the last `settle`
         self._holder: ModelCheckpoint = self  # the callback that saved the newest full state, at this step and position
         self._step = -1
         self._position: dict[str, Any] | None = None
@@ -59,7 +59,7 @@ class NewestState(ModelCheckpoint):
         self.settle(trainer)
 
     def settle(self, trainer: Trainer) -> None:
-        """Save the state if one is due, unless a full one of this step is there or being saved. Collective."""
+        """Save the full state if this is due, unless a full state of this step exists or is being saved. Collective."""
         if self.due:
             self.due = False
             if self._step != trainer.global_step:
@@ -71,7 +71,7 @@ class NewestState(ModelCheckpoint):
         Args:
             trainer: the Trainer.
             at_once: whether to save at once, not in the background.
-            must: whether a failure is an error whatever `on_error` says.
+            must: whether a failed save raises an error even if `on_error` says otherwise.
 
         Returns:
             The newest full checkpoint.
@@ -84,28 +84,30 @@ class NewestState(ModelCheckpoint):
 
     @property
     def _folders(self) -> list[Path | None]:
-        # after a restart another ModelCheckpoint may be the first
+        # all folders, since after a restart another ModelCheckpoint may be the first
         return list(dict.fromkeys(each.own_folder for each in self._beside))
 
     @property
     def path(self) -> Path:
-        """The newest full checkpoint that is known to be there."""
+        """Path of the newest full checkpoint that is known to exist."""
         return self._path(self._holder.last_model_path)
 
     def _want_newest(self, trainer: Trainer) -> None:
-        return None  # this saver itself is the one that is asked
+        return None  # nothing to do: this callback itself saves the newest state
 
     def note(self, holder: ModelCheckpoint | None) -> None:
-        """Record that a full state of this step is saved or being saved; with None, that saving it failed."""
+        """Record the callback that has saved, or is saving, a full state of this step; None if the save has failed."""
         self._holder = holder or self
         self._step = -1 if holder is None else self._at.global_step
         self._position = None if holder is None else self._at.reached
 
     def superseded(self, by: ModelCheckpoint, step: int) -> list[str]:
-        """Return the checkpoints that a newer full state replaces: this saver's own, and those kept only as newest.
+        """Return the checkpoints that a newer full state replaces.
+
+        These are the ones of this callback, and those that a ModelCheckpoint kept only because they were the newest.
 
         Args:
-            by: saver of the newer state. If it saves in the background, it deletes only in its own folder.
+            by: callback that saves the newer state. If it saves in the background, it deletes only in its own folder.
             step: step of the newer state.
         """
         found = [saved.key for saved in self.saved]
@@ -116,9 +118,9 @@ class NewestState(ModelCheckpoint):
         return [key for key in found if not by.background or str(self._path(key).parent) == here]
 
     def forget(self, deleted: Sequence[str], by: ModelCheckpoint) -> None:
-        """Remove deleted checkpoints from the lists of all savers.
+        """Remove deleted checkpoints from the lists of all callbacks that save.
 
-        A deleted last checkpoint is replaced by that of `by`.
+        If the last checkpoint of a callback was deleted, the last checkpoint of `by` takes its place.
         """
         gone = {self._path(key) for key in deleted}
         for each in (self, *self._beside):
@@ -128,9 +130,9 @@ class NewestState(ModelCheckpoint):
 
 
 def newest_state(ctx: RunContext) -> NewestState | None:
-    """Make the saver of a fit's newest state.
+    """Make the callback that saves the newest state of a fit.
 
-    If no ModelCheckpoint wants one, return None, and print why if it matters.
+    If no ModelCheckpoint asks for it, return None, and print the reason if `ckpt_path` is "auto" or "last".
     """
     savers = [each for each in ctx.callbacks if isinstance(each, ModelCheckpoint)]
     wanting = [each for each in savers if each.keeps_newest]

@@ -48,8 +48,8 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 
     Raises:
         HookError: any other form, unknown keys, a scheduler of another optimizer, a plateau scheduler without a
-            monitor; with automatic optimization of several optimizers a frequency, a parameter in two of them, or
-            one that evaluates the loss itself, such as LBFGS.
+            monitor; if several optimizers step together: a frequency, a parameter in two of them, or an optimizer that
+            evaluates the loss itself, such as LBFGS.
 
     Example:
         >>> import torch
@@ -80,7 +80,10 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 
 
 def _refuse_turns(result: Any, several: bool) -> None:
-    """Raise HookError if several optimizers have a frequency (in Lightning 1 they took turns by it); for one, warn."""
+    """Raise HookError if several optimizers have a frequency (in Lightning 1 they took turns by it).
+
+    Warn if a single optimizer has one.
+    """
     items = [result] if isinstance(result, Mapping | Optimizer) else result
     if all(not isinstance(item, Mapping) or item.get("frequency") is None for item in items):
         return
@@ -266,9 +269,9 @@ def step_schedulers(
     Args:
         configs: the run's schedulers.
         interval: `step` after an optimizer step, `epoch` after an epoch.
-        count: number of such steps or epochs so far, with the one that just ended.
+        count: number of optimizer steps or epochs so far, including the one that has just ended.
         metrics: the logged metrics, for plateau schedulers.
-        module_hook: the module's `lr_scheduler_step(scheduler, metric)` where it is overridden.
+        module_hook: the module's `lr_scheduler_step(scheduler, metric)` if it is overridden.
 
     Raises:
         SettingError: a strict scheduler's metric was not logged.
@@ -311,13 +314,13 @@ def _metric_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> No
 class TrainOptimizer(OptimizerProxy):
     """Optimizer of manual optimization, as `self.optimizers()` returns it. The Trainer counts its steps.
 
-    Everything else is the optimizer's own: attributes are forwarded, and `isinstance(opt, torch.optim.Adam)` holds.
+    All other attributes are those of the original optimizer, and `isinstance(opt, torch.optim.Adam)` holds.
 
     Args:
         optimizer: the optimizer.
         module: the module, for `toggle_model`.
         on_step: called as `on_step(optimizer, closure, **kwargs)` in place of the optimizer's own step.
-        no_sync: the strategy's context in which gradients are not reduced.
+        no_sync: context manager of the strategy in which gradients are not reduced over processes.
     """
 
     def __init__(
@@ -346,7 +349,7 @@ class TrainOptimizer(OptimizerProxy):
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Let only this optimizer's parameters require gradients in a `with` block.
+        """Make only this optimizer's parameters require gradients in a `with` block.
 
         Args:
             sync_grad: whether gradients are reduced over processes; False while accumulating.

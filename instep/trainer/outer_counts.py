@@ -1,4 +1,4 @@
-"""Keep the training's counts of metric objects apart while an evaluation within it uses the same objects."""
+"""Keep what metric objects have counted in training apart, while a validation or test uses the same objects."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ class OuterCounts:
         self._counts.put_back(self._counts.objects)
 
     def take_out(self) -> None:
-        """Reset the objects before the loaders' batches. Until then, the start hooks can read the training's counts."""
+        """Reset the metric objects before the first batch.
+
+        Hooks that run earlier can still read the training's counts.
+        """
         self._counts = self._room.Counts(self._objects)
 
     def put_back_unused(self) -> None:
-        """Restore the objects that the evaluation neither updated nor logged, before its end hooks.
+        """Restore the metric objects that the evaluation neither updated nor logged, before its end hooks run.
 
         An object that is logged but has counted nothing belongs to a rank without a sample. It is not restored, since
         other ranks have counted.
@@ -52,13 +55,13 @@ class OuterCounts:
         self._counts.put_back(unused)
 
     def note_logged(self) -> None:
-        """Record the objects that the evaluation has logged, since the log resets these."""
+        """Record which metric objects the evaluation has logged, since the log resets these objects."""
         self._logged = {id(part) for one in self._log.metric_objects for _, part in self._room.with_parts(one)}
 
     def put_back(self) -> None:
         """Restore the training's counts.
 
-        Counts of the evaluation are added for an object that it has updated but not logged.
+        If the evaluation has updated an object but not logged it, the counts of the evaluation are added.
         """
         counts, self._counts = self._counts, self._room.Counts([])
         counts.put_back([one for one in counts.objects if id(one) in self._logged or not one._update_count])

@@ -1,4 +1,4 @@
-"""Command that runs this program again, kept in its checkpoints."""
+"""The command that runs this program again. The checkpoints of a run hold it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def _folder() -> str | None:
         return None
 
 
-_STARTED_IN = _folder()  # folder of the program's relative arguments, before the program may change it
+# folder that relative paths among the program's arguments refer to; the program may change it later
+_STARTED_IN = _folder()
 
 
 def own_command(settings: Settings) -> dict[str, Any] | None:
@@ -26,7 +27,7 @@ def own_command(settings: Settings) -> dict[str, Any] | None:
 
     Secrets among its arguments are left out. A mark shows that this user wrote the command.
     """
-    from instep.launch import hydra  # imported late: only who saves pays for it
+    from instep.launch import hydra  # imported late: only a save needs it
     from instep.launch.command import this_command
 
     try:

@@ -1,4 +1,4 @@
-"""Callbacks, loggers and hooks that the user plugs into a run: completed, sorted and checked before it starts."""
+"""Callbacks, loggers and hooks that the user plugs into a run: completed, sorted and checked before the run starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instep.utils.warn import warn_user
 
 _warned: set[tuple[type, str]] = set()
 
-_A_LOADER = 0.92  # difflib ratio of a likely loader method; a helper get_predict_dataloader has only 0.9
+_A_LOADER = 0.92  # least difflib ratio of a misspelt loader method; a helper method get_predict_dataloader has only 0.9
 _LOADER_OF = {"fit": "train", "validate": "val"}
 _NEEDED = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
 
@@ -34,7 +34,7 @@ def check_module(model: Any) -> TrainModule:
     """Return the user's module. For a compiled module, return the original one with its steps compiled the same way.
 
     Raises:
-        UsageError: the model is something else.
+        UsageError: the model is not a TrainModule.
     """
     inner = getattr(model, "_orig_mod", None)  # attribute of torch's OptimizedModule, whose import takes a second
     if isinstance(inner, TrainModule):
@@ -56,7 +56,7 @@ def check_data(datamodule: Any, loaders: Any, val_loaders: Any = None) -> tuple[
     """Return the datamodule and the loaders. A DataModule may be passed in the place of loaders.
 
     Raises:
-        UsageError: both were passed, or something that is neither.
+        UsageError: loaders and a datamodule were passed, or the datamodule is not a DataModule.
     """
     for name, value in (("datamodule", datamodule), ("the data", loaders), ("val_dataloaders", val_loaders)):
         if isinstance(value, type):
@@ -88,7 +88,7 @@ def need_loaders(ctx: RunContext, sources: Sequence[Any]) -> None:
 
 
 def saves(callback: Callback) -> bool:
-    """Return True if a callback can save now: a ModelCheckpoint, or a callback that acts as one."""
+    """Return True if a callback has `save_now`: a ModelCheckpoint, or a callback that acts as one."""
     return hasattr(callback, "save_now")
 
 
@@ -113,7 +113,7 @@ def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
 
 
 class SilentLogger(NoExperiment):
-    """Stand-in for a logger if nothing is logged: while steps are tried, and with `fast_dev_run`."""
+    """Logger that logs nothing. It stands in for a logger in trials of steps, and with `fast_dev_run`."""
 
     experiment = NoExperiment()
     """Stand-in for a tracker's object: every method does nothing."""
@@ -136,7 +136,8 @@ def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Call
     Raises:
         SettingError: there are two progress bars, or a callback was passed although an argument turns it off.
     """
-    from instep import callbacks as room  # its names load when used, so only defaults that are on are loaded
+    # its names load when used, so only the default callbacks that are on are loaded
+    from instep import callbacks as room
 
     callbacks = list(settings.callbacks)
     bar = _check_bars(callbacks)
@@ -166,7 +167,7 @@ def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Call
         callbacks.append(room.LiveProgressBar())
     if settings.enable_checkpointing and not any(map(saves, callbacks)):
         callbacks.append(room.ModelCheckpoint())
-    from instep.callbacks.external import external_callbacks  # imported late: importing the Trainer does not pay for it
+    from instep.callbacks.external import external_callbacks  # imported late: only a Trainer needs it
 
     callbacks += external_callbacks()
     _check_bars(callbacks)
@@ -201,7 +202,7 @@ def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list
     progress bar of the module replaces any other.
 
     Raises:
-        SettingError: two of them keep their state under the same key, or there are two progress bars.
+        SettingError: two callbacks keep their state under the same key, or there are two progress bars.
     """
     given = module.configure_callbacks() if is_overridden(module, "configure_callbacks", ModuleHooks) else []
     own = list(check_callbacks("configure_callbacks()", given or ()))
@@ -218,7 +219,8 @@ def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list
     merged = in_order([*(callback for callback in callbacks if not is_replaced(callback)), *own])
     _check_bars(merged)
     keys = [callback.state_key for callback in merged]
-    alike = [callback for callback in merged if keys.count(callback.state_key) > 1]  # only these are asked for a state
+    # `state_dict` is called only on these
+    alike = [callback for callback in merged if keys.count(callback.state_key) > 1]
     keys = [callback.state_key for callback in alike if callback.state_dict()]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
@@ -279,9 +281,10 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def draw_graphs(ctx: RunContext) -> None:
-    """Draw the module in the loggers that were asked to. For this the module runs once, without moving random streams.
+    """Draw the module's graph in the loggers with `log_graph=True`.
 
-    A module that an earlier fit has left sharded is not drawn, since running it would be collective.
+    The module runs once for this; random generators keep their state. A module that an earlier fit has left sharded is
+    not drawn, since running it would be collective.
     """
     loggers = [logger for logger in ctx.trainer.loggers if logger._draws_graph]
     if ctx.fn != "fit" or not loggers or ctx.rank != 0:
@@ -305,7 +308,7 @@ def check_hooks(ctx: RunContext) -> None:
         HookError: a hook is missing, or comes from Lightning 1.x; then the text names its successor.
         UsageError: a setting has no effect in manual optimization.
     """
-    from instep.utils.porting import HOOKS_GONE  # imported late: importing the Trainer does not pay for the tables
+    from instep.utils.porting import HOOKS_GONE  # imported late: only a run needs these tables
 
     module, name = ctx.module, type(ctx.module).__name__
     if ctx.rank == 0:
@@ -347,7 +350,7 @@ def change_in_run(ctx: RunContext, name: str, value: Any) -> None:
     """Set an argument of the Trainer during a run.
 
     Raises:
-        UsageError: the argument is not accumulate_grad_batches, or that cannot change now.
+        UsageError: the argument is not accumulate_grad_batches, or accumulate_grad_batches cannot change now.
     """
     if name != "accumulate_grad_batches" or ctx.fn != "fit":
         raise UsageError(f"trainer.{name} = {value!r}: the running {ctx.fn} has read it; set it between runs")
@@ -366,7 +369,7 @@ def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
     names = {name for name in names if name.startswith("on_")} | loaders
     if not names:
         return
-    from instep.utils.porting import HOOKS_UNCALLED  # imported late: importing the Trainer does not pay for the tables
+    from instep.utils.porting import HOOKS_UNCALLED  # imported late: only a run needs these tables
 
     hooks = [name for name in dir(base) if name.startswith("on_") and callable(getattr(base, name))]
     needed = f"{_LOADER_OF.get(fn, fn)}_dataloader"
@@ -397,9 +400,9 @@ def _names_in_code(classes: list[type]) -> Iterator[str]:
 
 
 def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
-    """Return loggers by class and number within the class.
+    """Return loggers by class name and index among the loggers of this class.
 
-    So a further logger of another class disturbs no saved state.
+    With these keys, saved states still fit if a logger of another class is added.
     """
     names = [type(logger).__name__ for logger in loggers]
     return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}

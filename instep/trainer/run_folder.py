@@ -77,14 +77,14 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.base = self._plain_base = root / folders.RUNS
         self.path: Path | None = None
-        # Delivery of the first logger with a `save_dir`, whose folders are the run folders.
+        # `delivery` of the first logger with a `save_dir`. The folders of this logger are the run folders.
         self._decider: Delivery | None = None
-        self._visits = False  # whether an evaluation logs into the folder of a run that may be another's
+        self._visits = False  # whether an evaluation logs into a folder that may belong to another run
         self._made = False  # whether the folder is new
         self._evaluated = False  # whether only evaluations have used the folder, and no fit
         self._status: dict[str, Any] = {}  # content of `status.json`
-        self._facts: dict[str, Any] = {}  # the part of it that is known at the start
-        self._claimed: Path | None = None  # folder made for a logger that was used before the run
+        self._facts: dict[str, Any] = {}  # the part of `status.json` that is known at the start
+        self._claimed: Path | None = None  # folder created for a logger that was used before the run
         # folders of configurations; the first that is a run folder is searched for checkpoints
         self.given: Sequence[Path] = ()
 
@@ -104,12 +104,12 @@ class RunFolder:
             logger.delivery.attach(self.claim, logger is decider, kinds[:i].count(kinds[i]))
 
     def leave_visited(self) -> None:
-        """Leave a folder that only evaluations have written into, since a fit first looks for a run to resume."""
+        """Forget a folder that only evaluations have written into, since a fit first looks for a run to resume."""
         if self._evaluated:
             self._claimed = self._claimed if self._visits else self.path  # a new run may use the folder
             self.path, self._visits, self._evaluated = None, False, False
 
-    # ---- choosing; all collective: rank 0 looks at the disk
+    # ---- choosing the folder: all methods are collective, and rank 0 reads the disk
 
     def find_checkpoint(self, ctx: RunContext, ckpt_path: Any) -> tuple[Path | None, SavedRun | None]:
         """Open the checkpoint that `ckpt_path` means, after all of it was verified.
@@ -119,12 +119,12 @@ class RunFolder:
             ckpt_path: a path, "last", "best", "auto" or None.
 
         Returns:
-            The checkpoint's folder or file, and the opened folder (None for a file). Two times None if `ckpt_path` is
+            The checkpoint's folder or file, and the opened folder (None for a file). Both are None if `ckpt_path` is
             None, or if it is "auto" and there is nothing to resume.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
-            CorruptCheckpointError: no checkpoint that is there verifies.
+            CorruptCheckpointError: there are checkpoints, but none of them verifies.
         """
         if ckpt_path is None:
             return None, None
@@ -145,13 +145,16 @@ class RunFolder:
         return (None, None) if reader is None else (reader.path, saved_run(reader))
 
     def _resolve(self, ctx: RunContext, ckpt_path: str) -> Reader | None:
-        """Open the checkpoint that a keyword means, among those of all savers; "best" is that of the first one."""
+        """Open the checkpoint that "last", "best" or "auto" means, in the folders of all callbacks that save.
+
+        "best" is searched only in the folder of the first of these callbacks.
+        """
         apart = list(dict.fromkeys(own_folders(ctx, ctx.trainer.checkpoint_callback)))
         if ckpt_path == "best" or not apart:
             return self._resolve_regular(ctx, ckpt_path, False)
         kind = None if ctx.fn != "fit" or (ctx.asked is not None and ctx.asked.weights_only) else "full"
         found = None
-        # the regular folder has a checkpoint, or raises
+        # if these folders have no checkpoint, the regular folder has one, or raises
         with suppress(CheckpointNotFoundError, CorruptCheckpointError):
             found = checkpoint.CheckpointStore(apart[0]).resolve(
                 "last", kind=kind, line=own_line(ctx.trainer), also=apart[1:]
@@ -220,7 +223,7 @@ class RunFolder:
 
     @staticmethod
     def _has_other(store: CheckpointStore, kind: str | None) -> bool:
-        """Return True if a run's folder has a checkpoint that verifies, although none of them is the best."""
+        """Return True if a folder has a checkpoint that verifies, although none can be ranked as the best."""
         try:
             return store.resolve("last", kind=kind) is not None
         except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -266,7 +269,7 @@ class RunFolder:
         return self._made and ctx.rank == 0
 
     def _choose(self, ctx: RunContext) -> tuple[Path, bool, bool]:
-        """Return the folder, whether this run only visits it, and whether it is new."""
+        """Return the folder, whether an evaluation adds its logs to another run's folder, and whether it is new."""
         version = None if self._decider is None or ctx.fn == "fit" else self._decider.version
         opened, goes_on = self._opened(ctx), None if version is None else folders.folder_name(version)
         if goes_on is not None:
@@ -346,7 +349,7 @@ class RunFolder:
     def forget(self, main: bool) -> None:
         """Forget the folder, so that the next run chooses anew.
 
-        The main process removes a new one without any results.
+        The main process removes the folder if it is new and holds no results.
         """
         folder, self.path, self._claimed, self._evaluated = self.path, None, None, False
         if main and folder is not None and self._made:
@@ -355,7 +358,10 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def _candidates(self, only: bool) -> list[Path]:
-        """List the run whose configuration was given and, unless `only` this one is meant, all others, newest first."""
+        """List the run folders to search, newest first.
+
+        The folder of a given configuration comes first; with `only`, it is the only one.
+        """
         runs = self._asked_runs()
         for folder in self.given:
             is_in_base = folder.parent.name == folders.RUNS or folder.parent == self.base.absolute()
@@ -378,7 +384,7 @@ class RunFolder:
         return folders.runs_in(self.base, self._decider is not None)
 
     def reached(self, run_id: str) -> int:
-        """Return the step that a run is known to have reached, if this is the run's folder; else 0. Local."""
+        """Return the step that a run is known to have reached, if this is the run's folder; else 0. Not collective."""
         return 0 if self.path is None else read_step(self.path, run_id)
 
     def runs_of(self, job: str) -> list[Path]:
@@ -388,12 +394,12 @@ class RunFolder:
             runs.insert(0, self._named)
         return [path for path in runs if (read_status(path) or {}).get("job") == job]
 
-    # ---- how it ended
+    # ---- how the run ended
 
     def write_running(self, ctx: RunContext) -> None:
-        """Replace what `status.json` says of an earlier run. If "running" stays in it, the run was killed.
+        """Write the status "running" into `status.json`, in place of an earlier run's status.
 
-        Collective.
+        If it stays, the run was killed. Collective.
         """
         if self.path is not None:
             self._facts = _facts_of(ctx)
@@ -456,9 +462,9 @@ class RunFolder:
         end_status(self.path, self._status)
 
     def leave_failure(self, ctx: RunContext, error: BaseException) -> None:
-        """Write, on any rank, which error ended the rank, and where.
+        """Write into the run folder which error ended this rank, and where it was raised.
 
-        Done early, since the launcher may end the rank soon.
+        This is done early, since the launcher may soon end the process.
         """
         if self.path is None or ctx.fn != "fit" or _outcome(error)[0] != "failed":
             return
@@ -498,7 +504,10 @@ class RunFolder:
         return path if path is not None and path.is_dir() else None
 
     def _newest(self, trainer: Trainer) -> Path | None:
-        """Return the newest full checkpoint of this run's line, which `ckpt_path="auto"` would resume."""
+        """Return the newest full checkpoint of this run or of the runs that it continues.
+
+        `ckpt_path="auto"` would resume from it.
+        """
         assert self.checkpoints is not None
         folder = getattr(trainer.checkpoint_callback, "own_folder", None) or self.checkpoints
         with suppress(CheckpointError):  # an error in listing the folder must not replace the error that ended the run
@@ -552,7 +561,7 @@ def _hint(folder: Path) -> str:
     """Return why "auto" never finds a run in a folder that Hydra names by the time; "" for other folders."""
     if "hydra" not in sys.modules:
         return ""
-    from instep.launch.hydra import new_folder  # imported late: only a program with Hydra asks
+    from instep.launch.hydra import new_folder  # imported late: only a program with Hydra needs it
 
     new = new_folder()
     if new is None or (folder != new and new not in folder.parents):
@@ -577,9 +586,10 @@ def _outcome(error: BaseException | None) -> tuple[str, int]:
 
 
 def find_of_restarted_job(ctx: RunContext) -> tuple[Path, SavedRun] | None:
-    """Name the fit within its job. If a launcher restarted the job, return the fit's newest checkpoint, and open it.
+    """Give the fit a name within its job.
 
-    Collective. The checkpoint is resumed completely, whatever `ckpt_path` asks for.
+    If a launcher has restarted the job, open and return the fit's newest checkpoint. Collective. The checkpoint is
+    resumed completely, whatever `ckpt_path` asks for.
     """
     ctx.trainer.run_folder.leave_visited()
     number = next(_fits)
@@ -621,5 +631,8 @@ def own_folders(ctx: RunContext, but: Any = None) -> list[Path]:
 
 
 def own_line(trainer: Trainer) -> Line | None:
-    """Return the line of checkpoints that this Trainer has continued or begun; None before it has trained."""
+    """Return this Trainer's line: its own checkpoints, and those of the runs that it continues.
+
+    None before it has trained.
+    """
     return trainer.line if trainer.global_step > 0 else None

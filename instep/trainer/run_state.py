@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from instep import __version__, checkpoint  # whose names load when used
+from instep import __version__, checkpoint  # its names load when used
 from instep.checkpoint.edge import loading_state
 from instep.checkpoint.lineage import Line
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names
@@ -58,7 +58,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
             ranks.
     """
     trainer, strategy = ctx.trainer, ctx.strategy
-    # logged before the loggers' state is collected
+    # log these values before the state of the loggers is collected
     trainer.metrics.log_steps(ctx.log.bring_to_host(ctx.position.global_step))
     # These calls are collective, so they come before the user's hooks, which may fail on one rank only.
     optimizers = [] if weights_only else [strategy.optimizer_state(optimizer) for optimizer in ctx.optimizers]
@@ -185,7 +185,10 @@ def _user_view(ctx: RunContext, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
-    """Return the datamodule's hyperparameters that can be saved; loading requires the others as arguments."""
+    """Return the datamodule's hyperparameters that can be saved.
+
+    The other ones must be passed as arguments on loading.
+    """
     if datamodule is None:
         return {}
     kept: dict[str, Any] = {}
@@ -196,11 +199,11 @@ def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
     return {"datamodule_hyper_parameters": kept, "datamodule_hparams_name": datamodule._hparams_name}
 
 
-ARRIVE_S = 10.0  # time for other ranks to join a save after an error
+ARRIVE_S = 10.0  # seconds that the other ranks have to join a save after an error
 
 
 class TrainerSaver(RunSaver):
-    """Saver of a Trainer's run.
+    """Saver of the checkpoints of a Trainer's run.
 
     Args:
         ctx: the run.
@@ -296,10 +299,10 @@ class TrainerSaver(RunSaver):
             return store.save(step, write, info=info, name=name, line=self._line())
 
     def dry_run(self) -> None:
-        """Find state that cannot be saved now, before the first step, and not after hours of training. Collective.
+        """Check before the first step that all state can be saved, and not only after hours of training. Collective.
 
         Raises:
-            UnsavableStateError: some state cannot be saved; the text names its owner and key.
+            UnsavableStateError: some state cannot be saved; the error text names its owner and key.
         """
         with together("collecting the state of the run"):
             state = collect(self._ctx)
@@ -334,7 +337,7 @@ def _is_whole(ctx: RunContext, error: BaseException) -> bool:
 def restore_rest(ctx: RunContext) -> None:
     """Restore log sums and random generators for a save before the first step.
 
-    They are restored again after the hooks.
+    They are restored again after the hooks that run before the first step.
     """
     if ctx.resume is not None and ctx.resume.restore_rest is not None:
         ctx.resume.restore_rest()
@@ -362,7 +365,7 @@ def _has_state(item: Any) -> bool:
     """Return True if an object has a state that changes in training and is saved nowhere else."""
     if isinstance(item, LRScheduler):
         return True
-    # loaders are saved with the data
+    # loaders and other iterables are saved with the data
     saved_elsewhere = isinstance(item, (nn.Module, type)) or hasattr(item, "__iter__")
     ours = any(base.__module__.partition(".")[0] == "instep" for base in type.mro(type(item)))
     return not saved_elsewhere and not ours and isinstance(item, Stateful)
@@ -384,9 +387,9 @@ def check_resume(resume: Any, ckpt_path: Any) -> None:
 def begin(
     ctx: RunContext, path: Path, saved: SavedRun | None, restarted: bool, folder_before: Path | None
 ) -> ResumePlan:
-    """Decide which parts of the found checkpoint are loaded, and which seed and identity a fit has.
+    """Decide which parts of the found checkpoint are loaded, and which seed and run id a fit has.
 
-    This comes before any hook can ask for a loader, whose order depends on the seed.
+    This must be called before any hook can request a loader, since the order of its data depends on the seed.
 
     Args:
         ctx: the run.
@@ -448,7 +451,10 @@ def _leave_position(
 
 
 def _take_up_line(ctx: RunContext, plan: ResumePlan, reader: Reader) -> None:
-    """Continue the line of a checkpoint, and report how far its run had come. Collective."""
+    """Continue the line of runs that a checkpoint belongs to, and report the last step that its run reached.
+
+    Collective.
+    """
     from instep.checkpoint.scan import CheckpointInfo, list_checkpoints  # imported late: only a resume needs it
 
     trainer, manifest = ctx.trainer, reader.manifest
@@ -467,14 +473,14 @@ def _take_up_line(ctx: RunContext, plan: ResumePlan, reader: Reader) -> None:
 
 
 def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
-    """Skip weights, where others are read for the first time, that `load_weights` will load anyway.
+    """Mark the weights that `load_weights` will load, so that their first values are not read from another file.
 
     Args:
         ctx: the run; its module is not on its device yet.
-        plan: the checkpoint.
+        plan: plan with the checkpoint.
 
     Returns:
-        By name, the weights that are not read from the checkpoint that `configure_model` has named.
+        The skipped weights by name: they would be read from the file that `configure_model` has named.
     """
     from instep.strategies.materialize import await_weights, deferred_weights  # imported late: only a resume needs it
 
@@ -508,8 +514,8 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
         read = checkpoint.stored_weights if ctx.strategy.sharded else checkpoint.load_weights
         view: dict[str, Any] = {"state_dict": dict(read(path))}
     else:
-        # A run with the saved optimizers goes on with the weights that they stepped. Any other begins with the plain
-        # weights.
+        # A fit that restores the optimizers continues with the weights that they stepped ("live"). Any other run begins
+        # with the plain weights of the checkpoint.
         goes_on = ctx.fn == "fit" and parts.optimizer
         view = view_of(saved, ctx.strategy.sharded, "live" if goes_on and "live" in saved.reader.weight_sets else None)
         if ctx.fn != "fit":
@@ -696,8 +702,8 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
 def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Merge the log's open sums and the counts of metric objects of all ranks that saved the run.
 
-    Only one rank gets the sums and counts, or they would count twice. All ranks get the last step values, and the
-    metric objects to compute.
+    Only the rank with `owner=True` gets the sums and counts, which would otherwise count twice. All ranks get the last
+    step values and the list of metric objects to compute.
     """
     by_rank = [each for each in saved.ranks() if each["counts"]]
     with loading_state(saved.path, "the logged sums"):
@@ -730,7 +736,7 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
         return  # the next epoch starts at its first batch
     if data is None:
         by_rank = [each.get("data") or {} for each in saved.ranks()]
-        # the data is at its end or at its beginning
+        # each rank's data is at its beginning or at its end, so its place is known
         if all(each.get("finished") or each.get("batches") == 0 for each in by_rank):
             data = by_rank[0]
     if data is None:

@@ -45,9 +45,9 @@ DEFAULT_MAX_EPOCHS = 1000
 
 
 def _limit(field: str, value: Any) -> int | float:
-    """Check for a limit of batches.
+    """Check a limit of batches: a number (int) or a fraction (float).
 
-    A whole number as a float is refused, since it probably means a number of batches.
+    A whole number above 1 that is given as a float is refused, since it probably means a number of batches.
     """
     if isinstance(value, float) and value.is_integer() and value > 1:
         raise wrong(field, value, f"{LIMIT.expected}; for {int(value)} batches write {int(value)}")
@@ -55,7 +55,7 @@ def _limit(field: str, value: Any) -> int | float:
 
 
 def _val_check_interval(field: str, value: Any) -> int | float | timedelta:
-    """Check for a fraction of the epoch (float), a number of training batches (int), or a wall time."""
+    """Check an interval of validations: a fraction of the epoch (float), a number of batches (int), or a time."""
     if is_int(value, 1):
         return int(value)
     if isinstance(value, float) and 0.0 < value <= 1.0:
@@ -81,7 +81,7 @@ _DETERMINISTIC = Check(lambda value: value == "warn" or isinstance(value, bool),
 
 
 def _folder(field: str, value: Any) -> Path:
-    """Check for a folder on a file system of this machine."""
+    """Check that a value is the path of a folder on this machine, and not a URL."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise wrong(field, value, "the path of a folder")
     if "://" in str(value):
@@ -90,7 +90,7 @@ def _folder(field: str, value: Any) -> Path:
 
 
 def _plugins(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
-    """Make the check for one object of a class or a list of them. The check returns a tuple."""
+    """Make a check that accepts one object of a class, or a list of such objects, and returns a tuple."""
 
     def check(field: str, value: Any) -> tuple[Any, ...]:
         items = tuple(value) if isinstance(value, list | tuple | set) else (value,)
@@ -154,7 +154,10 @@ def _fast_dev_run(name: str, value: Any) -> bool | int:
 
 
 def _sizes(value: Any) -> dict[int, int]:
-    """Return sizes by the step from which they hold, sorted. Texts from a JSON file are converted to numbers."""
+    """Return batch sizes by the step from which each one is used, sorted by step.
+
+    Texts from a JSON file become numbers.
+    """
     return dict(sorted((int(step), int(size)) for step, size in value.items()))
 
 
@@ -253,8 +256,8 @@ def resolve(**given: Any) -> Settings:
 
     Args:
         given: any fields of `Settings`. None means the value of the setting's environment variable (such as
-            `INSTEP_PRECISION`, see `instep.utils.env`), or else the default. For `check_val_every_n_epoch` None is a
-            value.
+            `INSTEP_PRECISION`, see `instep.utils.env`), or else the default. Only for `check_val_every_n_epoch` is None
+            itself a value.
 
     Raises:
         SettingError: an unknown name, a wrong value, or two values that contradict each other.
@@ -297,7 +300,7 @@ ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", 
 
 
 def no_attribute(name: str) -> AttributeError:
-    """Return the error for an attribute that the Trainer does not have, with a hint if Lightning's has it."""
+    """Return the error for an attribute that the Trainer does not have, with a hint if Lightning's Trainer has it."""
     from instep.utils.porting import ATTRIBUTES  # imported late: only an error reads these tables
 
     hint = None if name.startswith("_") else ATTRIBUTES["Trainer"].get(name)
@@ -305,7 +308,7 @@ def no_attribute(name: str) -> AttributeError:
 
 
 def change(settings: Settings, name: str, value: Any) -> Settings:
-    """Return the settings with another value of one argument, for later runs.
+    """Return a copy of the settings in which one argument has another value, for later runs.
 
     Raises:
         SettingError: a wrong value, or an argument that the Trainer has used in its constructor.

@@ -2,8 +2,8 @@
 
 `automatic_step` resolves everything once and returns one function that the loop calls per batch. The order of hooks is
 Lightning's: the gradients are zeroed between forward and backward of a window's first micro-batch. Several optimizers
-step together after one backward. Optional features are guests (`guests/`), which this file does not name. Manual
-optimization is in `manual.py`.
+step together after one backward. Optional features, such as the check for nan, are guests (`guests/`), which this file
+does not name. Manual optimization is in `manual.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instep.trainer.optimizers import step_schedulers, wants_closure
 
 
 def make_parts(ctx: RunContext) -> StepParts:
-    """Make the first parts of the step, and let the guests change them."""
+    """Make the parts that the step begins with, and let the guests (optional features) change them."""
     source, accumulate, origin = ctx.source, ctx.loaders.accumulate, ctx.loaders.window_origin
     full_batches, weight_of_full = source.plan.full_batches(accumulate, origin), 1.0 / accumulate
     ctx.step_parts = parts = StepParts(
@@ -50,7 +50,7 @@ def make_parts(ctx: RunContext) -> StepParts:
 
 
 def automatic_step(ctx: RunContext) -> Step:
-    """Make the step of automatic optimization."""
+    """Make the function that trains on one batch in automatic optimization."""
     counts = ctx.counts
     counts.in_window, ctx.loaders.in_epoch = 0, True
     module, strategy, at, source, gradient = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.gradient
@@ -106,7 +106,7 @@ def automatic_step(ctx: RunContext) -> Step:
 
 
 def finished(ctx: RunContext, parts: StepParts, step: Step) -> Step:
-    """Let the guests change the whole step, and return it."""
+    """Let the guests (optional features) change the whole step, and return the changed step."""
     parts.step = step
     for guest in ctx.guests:
         guest.finish(parts)
@@ -114,7 +114,7 @@ def finished(ctx: RunContext, parts: StepParts, step: Step) -> Step:
 
 
 def step_of_phases(ctx: RunContext) -> Step:
-    """Make the step for a changing `global_batch_size`: after the last window of a phase, the step is made anew."""
+    """Make the step for a changing `global_batch_size`: each time the size changes, the step is made anew."""
     at, loaders = ctx.position, ctx.loaders
     step, change = automatic_step(ctx), loaders.next_change(at.global_step)
 
@@ -225,13 +225,14 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and source.plan.corrects))
     # The checks must see the gradients of all optimizers before one of them steps.
     must_prepare = must_prepare or (bool(checks) and len(optimizers) > 1)
-    # If all batches of a window were skipped, optimizers step without gradients. In these cases they must not.
+    # If all batches of a window were skipped, optimizers step without gradients, but in the following cases they must
+    # not.
     needs_loss = scaler is not None or parts.needs_loss or is_overridden(strategy.gradients, "step", Gradients)
 
     def prepare() -> None:
         if needs_loss and not counts.in_window:
-            # Without a loss, only zero the gradients: the module steps each optimizer anyway, and a scaler refuses to
-            # unscale.
+            # Without a loss in the window, only zero the gradients: the module steps each optimizer anyway, and a
+            # scaler would refuse to unscale.
             for each in optimizers:
                 each.zero_grad()
             return
@@ -348,7 +349,7 @@ def no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def counting_once(ctx: RunContext, training_step: Step) -> Step:
-    """Return the step such that the module's metric objects do not count replayed batches."""
+    """Wrap `training_step`, so that the module's metric objects do not count replayed batches."""
     module, log = ctx.module, ctx.log
     if ctx.world_size == 1 or not metric_states_module().metric_objects(module):
         return training_step
@@ -361,7 +362,7 @@ def counting_once(ctx: RunContext, training_step: Step) -> Step:
 
 
 def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0) -> Step:
-    """Resolve a step method through strategy and precision; the result takes all `offered` arguments.
+    """Return a function that runs a step method under the strategy and precision, and takes all `offered` arguments.
 
     Args:
         ctx: the run.
@@ -379,7 +380,7 @@ def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0
 
 
 def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
-    """Return a function that runs inside the context each time; `function` itself without a context."""
+    """Return a function that runs `function` inside the context; return `function` itself if the context is None."""
     if context is None:
         return function
 
@@ -391,7 +392,7 @@ def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
 
 
 def detached_outputs(output: Any) -> Any:
-    """Return the outputs for `on_train_batch_end`, with the loss, detached so that no graph is kept alive."""
+    """Return the outputs for `on_train_batch_end`, including the loss, detached so that no graph is kept alive."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

@@ -1,4 +1,4 @@
-"""The Trainer: its arguments, its four entry points, and what callbacks, loggers and modules may use of it."""
+"""The Trainer: its arguments, its four entry points, and methods and properties for callbacks, loggers and modules."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ class Trainer:
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
         tf32: bool | None = None,
-        compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # same name as torch.compile
+        # the name of the torch function, torch.compile
+        compile: str | bool | CompileConfig | dict[str, Any] | None = None,
         cuda_graphs: bool | None = None,
         gc_every_n_steps: int | None = None,
         inference_mode: bool | None = None,
@@ -502,7 +503,10 @@ class Trainer:
             replay.silence(self)
 
     def _begin(self, model: TrainModule) -> None:
-        """Reset what the last fit left. The position stays, so that a new fit continues the counts, as in Lightning."""
+        """Reset what the last fit left.
+
+        The position is kept, so that a new fit continues the counts, as in Lightning.
+        """
         self.model, self.resume_report, self.run_summary = model, None, None
         self._set_stop(False)
         self.position.epoch_over = self.position.epoch_ended
@@ -521,9 +525,9 @@ class Trainer:
         self.progress.stage = self.state.stage = None
 
     def _set_seed(self, saved: int | None = None) -> None:
-        """Set the seed of a resumed run.
+        """Set the seed of a run: the saved one if the run is resumed.
 
-        For a new run, let all ranks agree on a seed, if there is none yet, and on the line.
+        A new run without a seed takes the main process's seed and line (its run id and the runs that it continues).
         """
         if saved is not None:
             self._seed = saved
@@ -544,7 +548,7 @@ class Trainer:
         return before
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has what the Trainer knows. It does not have what its runs hold: devices, process groups, loaders.
+        # A copy of the Trainer does not have what its runs hold: devices, process groups, loaders.
         data = {stage: replace(data, loaders=None) for stage, data in self._data.items()}
         return {**self.__dict__, "_ctx": None, "_last_ctx": None, "_log": None, "_data": data}
 
@@ -557,7 +561,7 @@ class Trainer:
             self.settings = change(self.settings, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Let users read arguments by name. Python calls this only for names that are no attributes.
+        # Users may read arguments by name. Python calls this method only for names that are not attributes.
         settings = self.__dict__.get("settings")
         if settings is None or not hasattr(settings, name):
             raise no_attribute(name)
@@ -643,7 +647,7 @@ class Trainer:
 
     def trial(self) -> Trial:
         """Make a trial: steps that leave no trace, for callbacks that search for a setting; see `Trial`."""
-        from instep.trainer.trials import Trial  # imported late: only who looks for one pays for it
+        from instep.trainer.trials import Trial  # imported late: only a search for a setting needs it
 
         return Trial(self._run)
 
@@ -697,7 +701,7 @@ class Trainer:
                 "for the stop later, or call fit again to go on."
             )
 
-    # ---- what is known
+    # ---- properties of the Trainer and its run
 
     @property
     def _run(self) -> RunContext:
@@ -737,8 +741,8 @@ class Trainer:
     def batch_weight(self) -> float | None:
         """Number of samples that count in this rank's running batch; None if the data source does not know it.
 
-        It is 0 for a batch that a rank runs a second time to keep in step with ranks that have more. Such a batch
-        counts nowhere.
+        It is 0 for a batch that a rank runs a second time to keep in step with ranks that have more batches. Such a
+        batch counts nowhere.
         """
         return None if self._log is None else self._log.weight
 
@@ -746,7 +750,7 @@ class Trainer:
         """Return the data set's indices that make up a batch of this rank.
 
         Args:
-            batch_idx: number of the batch in the running pass over the data, as hooks get it.
+            batch_idx: number of the batch in the running pass over the data, as hooks get it in `batch_idx`.
 
         Returns:
             The indices; None if they are not known: for an iterable data set, or for a batch before the checkpoint from
@@ -803,7 +807,7 @@ class Trainer:
 
     @property
     def loggers(self) -> list[Logger]:
-        """All loggers."""
+        """All loggers of the Trainer."""
         if self._loggers is None:
             if self.settings.logger is True:
                 from instep.loggers import TensorBoardLogger  # imported late: loads the logger, not tensorboard
@@ -939,6 +943,7 @@ class Trainer:
         manual_backward(self._run, loss, *args, **kwargs)
 
     def _batch_weight(self) -> float:
-        # Must not prepare data, which is collective: torch.jit reads all properties of a module on one rank alone.
+        # This must not prepare data, which is collective, since torch.jit reads all properties of a module on one rank
+        # alone.
         source = None if self._ctx is None else self._ctx.loaders.prepared_train
         return 1.0 if source is None else rank_weight(source)

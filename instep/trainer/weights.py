@@ -1,4 +1,4 @@
-"""Content of a checkpoint of a Trainer's run; making a module from a checkpoint or from a file of weights.
+"""Content of the checkpoints of a Trainer, and making a module from a checkpoint or from a file of weights.
 
 The ranks share position, schedulers, callbacks, loggers, data cursor, metrics and hyperparameters (`trainer.json`);
 each rank has its random generators and open log sums.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from instep import checkpoint  # whose names load when used
+from instep import checkpoint  # its names load when used
 from instep.checkpoint.edge import (
     anything,
     check,
@@ -82,7 +82,7 @@ _RANK_OPTIONAL = {"strategy": mapping, "log": list_of(mapping), "data": anything
 def saved_run(reader: Reader) -> SavedRun:
     """Return the state of a Trainer's run in an opened checkpoint.
 
-    If it holds weights only, the state is what modules need.
+    If the checkpoint holds weights only, its state has only what is needed to make a module.
     """
 
     def check_shared(state: Any) -> None:
@@ -101,7 +101,7 @@ def check_full(saved: SavedRun) -> None:
 def view_of(saved: SavedRun, lazy: bool = False, which: str | None = None) -> dict[str, Any]:
     """Return the dict that `on_load_checkpoint` hooks read and change.
 
-    `which` selects the weights; None: the plain ones.
+    `which` selects the set of weights, "live" or "averaged"; None selects the checkpoint's plain weights.
     """
     trainer = saved.shared
     kept = {key: trainer.get(key) for key in VIEW - {"state_dict"}}
@@ -125,7 +125,7 @@ def load_into(
         absent: names of weights that the checkpoint leaves out on purpose.
 
     Raises:
-        CheckpointError: the state does not fit the module; the text says how to load the rest.
+        CheckpointError: the state does not fit the module; the error text says how to load the part that fits.
     """
     try:
         if absent:
@@ -134,7 +134,8 @@ def load_into(
             shapes, strict = rest_of(shapes, state, absent, strict, report.path), False
         load_model_state(load, shapes, state, strict, report)
     except RuntimeError as error:
-        wrong = " ".join(str(error).split()).rstrip(".")  # as one line, since most readers show only the first line
+        # as one line, since most tools show only the first line of an error
+        wrong = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
             f"the weights of {report.path} do not fit {type(module).__name__}: {wrong}. Set strict_loading = False on "
             "the module, or pass fit(resume=Resume(strict=False)), to load what fits by name and shape. If "
@@ -145,7 +146,7 @@ def load_into(
 
 def _read_hparams(path: Path) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml"):
-        from instep.utils import plain_yaml  # imported late: only who has such a file pays for it
+        from instep.utils import plain_yaml  # imported late: only a YAML file needs it
 
         values = plain_yaml.load(plain_yaml.read_text(path), path)
         if not named(values or {}):
@@ -179,11 +180,11 @@ def _make(
         arguments: arguments of the program, which take precedence over all others.
         of_json: whether the saved hyperparameters come from a JSON file, in which a path is a text.
     """
-    # Imported late: only who loads weights
+    # Imported late: only loading weights needs them
     from instep.utils.rebuild import build_configured, cannot_make, with_structures
 
     if hparams_file is not None:
-        from instep.loggers.hparams import plain  # imported late: few have such a file
+        from instep.loggers.hparams import plain  # imported late: few programs pass such a file
 
         # in the file of a logger, a class or a path is written as a text
         given = _read_hparams(local_path(hparams_file))
@@ -195,7 +196,7 @@ def _make(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
     if name is not None:
-        # all of them were passed as this one argument
+        # all hyperparameters were passed as this one argument
         merged[name] = {key: value for key, value in saved.items() if key != name}
     merged = {key: value for key, value in merged.items() if key not in arguments}
     try:
@@ -298,7 +299,7 @@ def load_pretrained(
     cls: type[M], source: PathLike, map_location: Any, strict: bool | None, arguments: dict[str, Any], **options: Any
 ) -> M:
     """Make a module from a folder, a checkpoint or a hub repository, as `TrainModule.from_pretrained` describes."""
-    from instep import pretrained  # late, as its own imports: only who loads one pays for it
+    from instep import pretrained  # imported late: only loading a pretrained module needs it
     from instep.big_models import hub
 
     folder = local_path(source)
@@ -316,7 +317,10 @@ def load_pretrained(
 
 
 def _strictness(module: TrainModule, strict: bool | None) -> bool:
-    """Return whether names must match: by the caller, or else by the module. Raise SettingError if they contradict."""
+    """Return whether names must match exactly, as the caller or else the module says.
+
+    Raise SettingError if the two differ.
+    """
     own = vars(module).get("strict_loading", None if type(module).strict_loading else False)
     if None not in (own, strict) and own != strict:
         raise SettingError(

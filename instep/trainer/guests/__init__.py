@@ -1,8 +1,7 @@
-"""Guests of the training step: what a feature may change in it, and which features a run has.
+"""Guests of the training step: features, such as the check for nan, that change the step of a run.
 
-The step is made at the start of each epoch, and again when the batch size grows. Each guest is then called for one
-group of parts after another, and changes the parts in place: it works on what earlier guests have left. A run without
-guests pays nothing.
+The step is made at the start of each epoch, and again when the batch size grows. It is made of parts (`StepParts`), and
+each guest may replace some of them by others, one guest after the other. A run without guests has no extra cost.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class StepParts:
         weight_of_full: 1 / accumulate_grad_batches.
         on_loss: called with each loss before its backward, but not with that of a replayed batch.
         before_clip: called with the optimizers at the end of a window, before the gradients are clipped.
-        needs_loss: whether a window without any loss steps no optimizer.
-        around: reasons why forward and backward cannot be one function; empty where they can.
+        needs_loss: whether the optimizers step only at the end of a window that had a loss.
+        around: reasons why forward and backward cannot be compiled or recorded as one function; empty if they can.
         forward_backward: `forward_backward(batch, batch_idx)` runs forward and backward of a micro-batch; returns the
             same as `take`.
         step_plain: steps the only optimizer; None if there are several, or if something wraps the optimizer's step.
@@ -63,13 +62,13 @@ class StepParts:
 
 
 class StepGuest:
-    """A feature that enters the step. Each method leaves everything as it is until a guest overrides it.
+    """Base class of a feature that changes the training step. A method that is not overridden changes nothing.
 
     Args:
-        ctx: the run, or the trial of a step, which has guests of its own.
+        ctx: context of the run. A trial of steps has a context and guests of its own.
 
     Attributes:
-        in_trials: whether it also enters steps that are tried and undone.
+        in_trials: whether the guest also changes steps that are only tried and then undone.
         ended: whether the last step found no batch left, and did nothing.
     """
 
@@ -82,15 +81,21 @@ class StepGuest:
     # ---- batches, in training and in evaluation
 
     def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
-        """Return the batches for the step method `name`; `place` is what the loop knows of them, such as the loader."""
+        """Return the batches for the step method `name`.
+
+        `place` has further facts of the loop, such as the loader's index.
+        """
         return batches
 
     def step_method(self, name: str, step: Step) -> Step:
-        """Return the step method `name`, which takes (batch, batch_idx) or, in evaluation, a dataloader_idx too."""
+        """Return the step method `name` or a wrapper of it.
+
+        It takes (batch, batch_idx), in evaluation a dataloader_idx too.
+        """
         return step
 
     def hooks_after(self, name: str, hooks: tuple[Hook, ...]) -> tuple[Hook, ...]:
-        """Return the hooks after a batch of the step method `name`."""
+        """Return the hooks to call after a batch of the step method `name`."""
         return hooks
 
     # ---- the training step
@@ -99,27 +104,30 @@ class StepGuest:
         """Raise an error if settings or loaders do not fit this guest. Called before the training begins."""
 
     def take(self, parts: StepParts) -> None:
-        """Change the parts that forward and backward are made of."""
+        """Change the parts from which forward and backward are made."""
 
     def forward_backward(self, parts: StepParts) -> None:
-        """Change forward and backward, and the plain step of the optimizer."""
+        """Change `parts.forward_backward` and `parts.step_plain`."""
 
     def finish(self, parts: StepParts) -> None:
-        """Change the whole step."""
+        """Change `parts.step`, the whole training step."""
 
     def step_optimizer(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that steps an optimizer: `step(optimizer, closure=None)`."""
         return step
 
     def settle(self) -> None:
-        """Finish what is pending. Called before a save, a validation and an epoch's end. Collective."""
+        """Finish work that was put off, such as reading flags on the device.
+
+        Called before a save, a validation and the end of an epoch. Collective.
+        """
 
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def arguments_of(module: Any, name: str) -> Mapping[str, Any]:
-    """Return the parameters of a step method; nothing where the module has none of that name."""
+    """Return the parameters of a step method by name; an empty mapping if the module has no such method."""
     step = getattr(module, name, None)
     return signature(step).parameters if callable(step) else {}
 
@@ -134,18 +142,18 @@ GUESTS: dict[str, Callable[[RunContext], bool]] = {
 
 
 def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
-    """Make the guests of a run.
+    """Create the guests of a run: the features that change its steps.
 
     Args:
         ctx: the run.
-        tried: whether the steps are tried and undone; guests with `in_trials = False` stay out then.
+        tried: whether the steps are only tried and then undone; guests with `in_trials = False` are left out then.
     """
     kinds = [resolve_name(f"{__name__}.{path}") for path, wanted in GUESTS.items() if wanted(ctx)]
     return [kind(ctx) for kind in kinds if kind.in_trials or not tried]
 
 
 def note_samples(ctx: RunContext) -> None:
-    """Record the position at the start of an epoch, in the ledger that lists samples by step."""
+    """Record the position at an epoch's start in the run's ledger, from which the samples of a step can be listed."""
     folder, at, loaders = ctx.trainer.run_folder.path, ctx.position, ctx.loaders
     if ctx.rank == 0 and folder is not None and not ctx.is_trial:
         accumulate = loaders.accumulate if ctx.module.automatic_optimization and not loaders.phases else None

@@ -9,14 +9,14 @@ from instep.trainer.guests import StepGuest, StepParts
 
 
 class GarbageCollection(StepGuest):
-    """Garbage collection every N optimizer steps, in place of Python's own times.
+    """Guest that collects garbage every N optimizer steps, and turns Python's automatic collection off.
 
-    Python collects garbage when enough objects were made. Each rank reaches this point at another time, and all other
-    ranks wait for it then.
+    Python collects garbage when enough objects have been created. Each rank gets there at another time, and then all
+    other ranks wait for it.
     """
 
     def finish(self, parts: StepParts) -> None:
-        """Collect after the step."""
+        """Make the step collect garbage if it completes N optimizer steps."""
         at, step, every = self.ctx.position, parts.step, self.ctx.settings.gc_every_n_steps or 1
         if gc.isenabled():
             gc.disable()
@@ -26,8 +26,8 @@ class GarbageCollection(StepGuest):
             before = at.global_step
             output = step(batch, batch_idx)
             if at.global_step // every > before // every:
-                # Steps leave their garbage in generations 0 and 1. The oldest one takes long to collect, and waits for
-                # the run's end.
+                # Steps leave their garbage in generations 0 and 1. The oldest generation takes long to collect, and is
+                # left until the run has ended.
                 gc.collect(1)
             return output
 

@@ -1,12 +1,13 @@
 """Guard against a loss or gradient that is nan or inf: `Trainer(nonfinite="stop" | "skip" | "continue")`.
 
 In each optimizer step the losses of its window and its gradients are checked once, after the gradients were reduced and
-unscaled and before they are clipped; the ranks agree on the result on the device. One of two acts on it:
+unscaled and before they are clipped; the ranks agree on the result on the device. There are two ways to act on it:
 
-- the host, at once, where it may read without waiting (on a CPU) or has to (optimizers without `found_inf`);
-- else the optimizer's own kernel, which leaves the update out by `found_inf`. The flag stays on the device, and with
-  "stop" it stays set, so that nothing is updated any more. The host reads all flags when it reads anyway: when logged
-  values are handed over, before a validation, a save and an epoch's end.
+- The host acts at once if it can read the result without waiting (on a CPU) or must read it (optimizers without
+  `found_inf`).
+- Otherwise the optimizer's own kernel leaves the update out by `found_inf`. The flag stays on the device, and with
+  "stop" it stays set, so that nothing is updated any more. The host reads all flags later: when logged values are
+  handed over, and before a validation, a save and an epoch's end.
 
 With the gradient scaler of "16-mixed" the scaler checks the gradients, and only the loss is checked here.
 """
@@ -35,9 +36,9 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.trainer.context import RunContext
 
-_READ_AFTER = 1024  # steps whose flags may wait on the device
-_LOSSES = 256  # losses that are kept apart until the next optimizer step
-_NAMES = 3  # names that a message lists at most
+_READ_AFTER = 1024  # largest number of steps whose flags stay unread on the device
+_LOSSES = 256  # largest number of single losses that are kept until the next optimizer step
+_NAMES = 3  # largest number of parameter names in a message
 
 
 @dataclass
@@ -51,13 +52,13 @@ class _Check:
     parameters: list[Tensor]
     found: Tensor
     norms: Tensor | None = None  # one per parameter, not finite where its gradient is not
-    bad: bool | None = None  # None: the host does not know yet
+    bad: bool | None = None  # None: the host has not read the result yet
     what: str = "gradients"
 
 
 @dataclass
 class _Facts:
-    """Description of a bad step by one rank."""
+    """Facts that one rank reports of a step with a loss or gradient that is not finite."""
 
     loss: float | None
     parameters: list[str]
@@ -69,7 +70,7 @@ class _LeftOut(Exception):
 
 
 class NonFiniteGuard(StepGuest):
-    """Guard of the optimizer steps of one fit, which acts by the policy.
+    """Guest that checks the optimizer steps of a fit for nan and inf, and acts by the policy.
 
     Args:
         ctx: a fit with optimizers, whose settings have a policy: "stop", "skip" or "continue".
@@ -92,7 +93,7 @@ class NonFiniteGuard(StepGuest):
         self._known: dict[int, int] = {}  # id of an optimizer -> number of its gradients when it last stepped
         self._losses: list[Tensor] = []
         self._first_batch = 0
-        # id of an optimizer -> check of its gradients, and of those that step with it
+        # id of an optimizer -> check of its gradients and of those of the optimizers that step with it
         self._checked: dict[int, _Check] = {}
         self._waiting: list[_Check] = []
         self._last_found = torch.zeros((), dtype=torch.float32, device=device)
@@ -109,14 +110,14 @@ class NonFiniteGuard(StepGuest):
         return (
             getattr(optimizer, "_step_supports_amp_scaling", False)
             and self._scaler is None
-            # torch's older interface, where `step` gets the scaler
+            # with torch's older interface, `step` gets the scaler as an argument
             and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         )
 
-    # ---- the step
+    # ---- the check of a step
 
     def take(self, parts: StepParts) -> None:
-        """Keep each loss, and check the gradients before they are clipped."""
+        """Make the step keep each loss, and check the gradients before they are clipped."""
         self._losses = []  # drop the losses of a window that the last epoch left unfinished
         parts.on_loss.append(self.keep_loss)
         parts.before_clip.append(self.check_step)
@@ -140,7 +141,7 @@ class NonFiniteGuard(StepGuest):
         """Check complete gradients, before they are clipped; without this call `optimizer_step` checks them itself.
 
         Args:
-            optimizers: those that step together: if the gradients of one are not finite, none of them steps.
+            optimizers: optimizers that step together. If the gradients of one are not finite, none of them steps.
         """
         self._checked = dict.fromkeys(map(id, optimizers), self._check(*optimizers))
 
@@ -191,7 +192,8 @@ class NonFiniteGuard(StepGuest):
 
     def _leave_out(self, optimizer: Optimizer) -> None:
         self._strategy.gradients.forget(optimizer)
-        self._strategy.gradients.step_was_skipped = False  # not the scaler's skip: this step counts, for schedulers too
+        # not as after a skip by the scaler: this step counts, for schedulers too
+        self._strategy.gradients.step_was_skipped = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
 
     def _pass_on(self, optimizer: Optimizer, check: _Check) -> None:
@@ -250,17 +252,17 @@ class NonFiniteGuard(StepGuest):
             self._known[id(optimizer)] = len(_with_gradients(optimizer))
             return
         with torch.no_grad():
-            for p, value in zip(weights, before, strict=False):  # without a copy nothing was changed
+            for p, value in zip(weights, before, strict=False):  # without copies, the closure raised before any change
                 p.copy_(value)
         self._report(check)
         self._leave_out(optimizer)
 
-    # ---- the report
+    # ---- the report of bad steps
 
     def settle(self) -> None:
         """Read the flags that are still on the device, and report bad steps. Collective.
 
-        Where the host decides each step, there are none.
+        If the host checks each step at once, no flags are left.
 
         Raises:
             NonFiniteError: the policy is "stop", and a step since the last call was not finite.

@@ -1,6 +1,6 @@
 """Forward and backward as one graph: compiled by `compile="step"`, or recorded by `cuda_graphs=True`.
 
-The settings refuse both at once. Where the step cannot be one graph, it runs as usual, and a warning says why.
+The settings refuse both options at once. If the step cannot be one graph, it runs as usual, and a warning says why.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from instep.utils.warn import warn_user
 
 
 class OneGraph(StepGuest):
-    """Guest that replaces forward and backward by one graph, and the optimizer's step by another."""
+    """Guest that replaces forward and backward by one graph, and the optimizer's step by another graph."""
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
-        self._warned: set[str] = set()  # warnings that were given, since each epoch makes its step anew
+        # texts of given warnings, since each epoch makes its step anew and would repeat them
+        self._warned: set[str] = set()
         self.captured: cuda_graphs.CapturedStep | None = None
         self._compiled: Callable[..., Any] | None = None
 
     def forward_backward(self, parts: StepParts) -> None:
-        """Put the graph in the place of forward and backward, where that is possible."""
+        """Replace forward and backward by one graph, where that is possible."""
         ctx, records = self.ctx, self.ctx.settings.cuda_graphs
         if not ctx.optimizers:
             return
@@ -74,7 +75,10 @@ class OneGraph(StepGuest):
                 warn_user(text)
 
     def _recorded(self, parts: StepParts, recorder: cuda_graphs.Recorder) -> Step:
-        """Make the function that replays forward, loss and backward of each of the full batches as one CUDA graph."""
+        """Make the function that replays forward, loss and backward of one batch as a CUDA graph.
+
+        Batches after the first `full_batches` run without it.
+        """
         ctx, log, buffer, train = self.ctx, self.ctx.log, self.ctx.log.buffer, parts.forward_backward
         if self.captured is None:
             self.captured = cuda_graphs.CapturedStep(ctx.module, parts.take, buffer, recorder, ctx.device)
@@ -88,7 +92,7 @@ class OneGraph(StepGuest):
                 captured.replayed = False
                 return normal(batch, batch_idx)
             output = captured(batch, batch_idx, normal)
-            if captured.replayed:  # without a replay, `normal` has done all of this
+            if captured.replayed:  # without a replay, `normal` has drained the log and counted the batch
                 if buffer:
                     log.drain()
                 ctx.counts.in_window += 1
@@ -99,7 +103,8 @@ class OneGraph(StepGuest):
     def _compiled_step(self, parts: StepParts) -> Step:
         """Make the function that runs forward, loss and backward of one micro-batch as one compiled graph.
 
-        Here the gradients are zeroed before the forward. No hook can see the difference.
+        This function zeroes the gradients before the forward, and the usual step after it. No hook can see the
+        difference.
         """
         ctx, log, buffer, config = self.ctx, self.ctx.log, self.ctx.log.buffer, self.ctx.settings.compile
         zero_grad, weigh, train = parts.zero_grad, parts.weigh, parts.forward_backward
@@ -129,7 +134,7 @@ class OneGraph(StepGuest):
     def _graph_of_optimizer(self, parts: StepParts) -> Callable[[], Any] | None:
         """Return the optimizer's step, compiled or recorded.
 
-        If that is impossible, warn why and return it unchanged.
+        If neither is possible, warn why, and return the step unchanged.
         """
         ctx, config, captured, plain = self.ctx, self.ctx.settings.compile, self.captured, parts.step_plain
         optimizer = ctx.optimizers[0]
@@ -150,7 +155,7 @@ class OneGraph(StepGuest):
 
 
 def why_no_backward_in_graph() -> str:
-    """Return why this torch cannot have a backward within a compiled graph; "" where it can."""
+    """Return why this version of torch cannot compile a backward into a graph; "" if it can."""
     from torch._dynamo import config  # imported late: torch's compiler takes a second to load
 
     return "" if hasattr(config, "trace_autograd_ops") else f"torch {torch.__version__} does not trace a backward"
@@ -168,11 +173,11 @@ def compile_forward_backward(training_step: Callable[[Any, int], Any], config: C
 
     Args:
         training_step: takes a batch and its index, and returns a loss or a dict with one.
-        config: its options.
+        config: options of the compilation.
 
     Returns:
         A function of the batch, its index and the factor of the loss. It returns the detached outputs and True; or the
-        output of `training_step` and False, if the output has no loss for a backward.
+        output of `training_step` and False, if the output has no loss to backpropagate.
     """
 
     def forward_backward(batch: Any, batch_idx: int, factor: float) -> tuple[Any, bool]:
@@ -197,7 +202,7 @@ def why_not_compiled(optimizer: torch.optim.Optimizer, scheduled: bool) -> str:
     """Return why an optimizer's step is left uncompiled; "" where it can be compiled.
 
     Args:
-        optimizer: of the run.
+        optimizer: an optimizer of the run.
         scheduled: whether a scheduler changes its learning rate.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):

@@ -20,7 +20,7 @@ class _EndOfBatches(Exception):
 
 
 class StepIterator(Iterator[tuple[Any, int, int]]):
-    """Iterator that a step gets in place of a batch, to take its batches from it.
+    """Iterator that a step gets in place of a batch. The step takes its batches from it.
 
     `next` returns (batch, batch_idx, dataloader_idx); the batch is on the device and has passed the transfer hooks. The
     iterator ends with the epoch, or with the loader. A step takes one batch or more. A batch that it keeps for the next
@@ -28,13 +28,13 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
     batches that it had taken train nothing. All ranks take the same number of batches.
 
     Args:
-        batches: those of the source, on the device.
+        batches: batches of `source`, on the device.
         source: where the batches come from; its `share` belongs to the current batch.
         first: number of batches of the epoch that are done already.
         dataloader_idx: index of the loader.
         limit: maximum number of batches; None for all.
-        progress: that of the Trainer; its `batch_idx` is updated.
-        log: its batch and number of samples are updated; None if nothing is logged.
+        progress: progress counters of the Trainer; `progress.batch_idx` is updated.
+        log: log whose batch and number of samples are updated; None if nothing is logged.
 
     Attributes:
         fetched: batches of the epoch that were taken.
@@ -61,7 +61,7 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
         self._batches, self._source, self._dataloader_idx, self._limit = batches, source, dataloader_idx, limit
         self._progress, self._log = progress, log
         self._ahead: list[Any] = []  # the first batch of the next step
-        self._shares: list[Share] = []  # shares of the current step
+        self._shares: list[Share] = []  # shares of the batches that the current step took
 
     def __next__(self) -> tuple[Any, int, int]:
         if self.done:
@@ -121,7 +121,10 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
         return output
 
     def weight(self) -> float:
-        """Return the weight of this rank's mean over the step's batches in the mean over ranks, 1 if all are alike."""
+        """Return the factor of this rank's mean loss, which makes the mean over ranks a mean over samples.
+
+        It is 1 if all ranks have the same number of samples in the step, or if the number is unknown.
+        """
         units = [share.units for share in self._shares if share.units is not None]
         everyone = sum(pair[1] for pair in units)
         if len(units) < len(self._shares) or not everyone:
@@ -152,7 +155,7 @@ class OwnBatches(StepGuest):
         return True
 
     def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
-        """Return an iterator of None, one for each step, while batches are left."""
+        """Return an iterator that yields None for each step, as long as batches are left."""
         self.ended = False
         if not self._takes(name):
             return batches
@@ -167,7 +170,7 @@ class OwnBatches(StepGuest):
             self._taker = outer  # after an evaluation this is the training's iterator again
 
     def step_method(self, name: str, step: Step) -> Step:
-        """Return a step that gets the current iterator."""
+        """Return a step method that gets the current `StepIterator` in place of a batch."""
         if not self._takes(name):
             return step
         progress = self.ctx.trainer.progress
@@ -188,7 +191,10 @@ class OwnBatches(StepGuest):
         return run
 
     def hooks_after(self, name: str, hooks: tuple[Hook, ...]) -> tuple[Hook, ...]:
-        """Return hooks that get the last batch that the step took. They do not run if the step found no batch left."""
+        """Return the hooks, wrapped to get the last batch that the step took.
+
+        They do not run if the step found no batch.
+        """
 
         def of_taken(hook: Hook) -> Hook:
             def run(outputs: Any, batch: Any, batch_idx: int, *rest: Any) -> None:
@@ -214,7 +220,7 @@ class OwnBatches(StepGuest):
             )
 
     def take(self, parts: StepParts) -> None:
-        """Weigh each step by the samples that it took."""
+        """Weigh the loss of each step by the number of samples that the step took."""
         if not self._takes("training_step"):
             return
         parts.full_batches, parts.weigh = 0, self._weigh

@@ -1,8 +1,9 @@
 """Replay of the steps after a checkpoint: the Trainer's part in a program that `instep replay` runs again.
 
-The variable INSTEP_REPLAY holds the order as JSON: `{"checkpoint": path, "steps": count, "output": folder}`. The first
-`fit` then goes on from that checkpoint without loggers and without callbacks that save or draw on the terminal, writes
-one line for each optimizer step into `<output>/rank-<rank>.jsonl`, and ends the process after the last one.
+The environment variable INSTEP_REPLAY holds what to replay, as JSON: `{"checkpoint": path, "steps": count, "output":
+folder}`. The first `fit` then goes on from that checkpoint without loggers and without callbacks that save or draw on
+the terminal, writes one line for each optimizer step into `<output>/rank-<rank>.jsonl`, and ends the process after the
+last step.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def prepare(trainer: Trainer, module: TrainModule) -> Any:
     module.configure_callbacks = configure_callbacks
     recorder = _Recorder(order)
     module.training_step = recorder.watch(module.training_step)
-    trainer.callbacks = [recorder, *trainer.callbacks]  # first: it sees gradients before any other changes them
+    # first in the list, so that it sees gradients before another callback changes them
+    trainer.callbacks = [recorder, *trainer.callbacks]
     return order["checkpoint"]
 
 
@@ -68,10 +70,10 @@ class _Silenced(Callback):
 
 
 def _silenced(callbacks: Iterable[Callback]) -> list[Callback]:
-    from instep import callbacks as room  # late, as in plugins: its names load when used
+    from instep import callbacks as room  # imported late: only a replay needs it
 
     # A replay does not take as long as the first run, so it has no use for Timer. LearningRateMonitor requires a
-    # logger.
+    # logger, and a replay has none.
     left_out = (room.ProgressBar, room.ModelSummary, room.LearningRateMonitor, room.Timer)
     return [
         # Each stand-in gets its own class, since callbacks of configure_callbacks replace others of the same class.
@@ -83,12 +85,12 @@ def _silenced(callbacks: Iterable[Callback]) -> list[Callback]:
 
 
 class _Recorder(Callback):
-    """Recorder of each optimizer step, which ends the process after the last one."""
+    """Callback that records each optimizer step, and ends the process after the last step of the replay."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._left: int = order["steps"]
         self._output = Path(order["output"])
-        self._returned: Any = None  # value of the current training_step, for a step that fails after it
+        self._returned: Any = None  # what training_step returned, for the record of a step that fails after it
 
     def watch(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `training_step`, so that the recorder knows what it returned."""
@@ -149,11 +151,12 @@ class _Recorder(Callback):
     def _end(self, trainer: Trainer) -> NoReturn:
         """End the process at once: hooks and the program must not act on a run that only repeats another one."""
         self._file.close()
-        # Imported late: importing the Trainer does not pay for it
+        # Imported late: only a replay needs it
         from instep.distributed.after_error import all_arrive
 
         all_arrive(_ALL_ARRIVE_S)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without it torch's DataLoader raises here for a killed worker
+        # otherwise torch's DataLoader would raise here for a killed worker
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
             worker.kill()
         sys.stdout.flush()

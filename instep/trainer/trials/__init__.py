@@ -1,6 +1,6 @@
 """Trials: steps of a run that leave no trace, with which callbacks search for a learning rate or a batch size.
 
-`snapshot.py` captures what steps change and puts it back; `trial.py` runs the steps.
+`snapshot.py` captures what steps change and restores it; `trial.py` runs the steps.
 """
 
 from typing import TYPE_CHECKING

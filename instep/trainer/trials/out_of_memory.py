@@ -1,4 +1,4 @@
-"""Out-of-memory errors on any rank: all ranks learn of them, and no rank waits for one that has given up.
+"""Out-of-memory errors on any rank: all ranks learn of them, and no rank waits for a rank that has stopped.
 
 A rank that runs out of memory in the middle of a step leaves the others waiting in a collective that it never enters.
 Inside of `out_of_memory`, every collective (of the user, DDP, FSDP or DTensor) therefore begins only once all ranks
@@ -31,7 +31,7 @@ def out_of_memory(function: Callable[[], Any], doing: str) -> str:
     """Call a function, and return whether memory ran out on any rank. Collective.
 
     Args:
-        function: function that runs steps. If an error leaves it on any rank, the other ranks leave it too.
+        function: function that runs steps. If it raises an error on any rank, the other ranks leave it too.
         doing: description of the function, for errors on the other ranks.
 
     Returns:
@@ -67,7 +67,7 @@ def out_of_memory(function: Callable[[], Any], doing: str) -> str:
 
 
 class _LeftElsewhere(Exception):
-    """Exception that leaves the function at a collective, because another rank has left it."""
+    """Exception that ends the function at a collective on this rank, because an error has ended it on another rank."""
 
 
 class _Turnstile(TorchDispatchMode):
@@ -84,7 +84,7 @@ class _Turnstile(TorchDispatchMode):
         self._speaks = False
 
     def say(self, state: int) -> int:
-        """Report the state of this rank, and return the worst of all ranks. Collective."""
+        """Report the state of this rank, and return the worst state of all ranks. Collective."""
         self._speaks = True
         try:
             announce(self._group, "out_of_memory", any_line=True)

@@ -39,21 +39,24 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._puts: list[Restore] = []
-        # by id; the object is kept too, so that no other object gets its id
+        # by the object's id; the object itself is kept too, so that no other object gets this id
         self._known: dict[int, tuple[Any, Restore]] = {}
 
     def restore(self) -> None:
-        """Restore everything."""
+        """Restore all recorded objects."""
         with torch.inference_mode(False), torch.no_grad():
             for put in self._puts:
                 put()
 
     def keep(self, put: Restore) -> None:
-        """Add a function that restores one more thing."""
+        """Add a function that restores one more object."""
         self._puts.append(put)
 
     def capture_attributes(self, owner: Any) -> None:
-        """Record an object's attributes with their content. Hooks that others have added stay in place."""
+        """Record an object's attributes with their content.
+
+        Hooks that are registered on the object are left as they are.
+        """
         with torch.inference_mode(False):
             captured = {name: self._captured(value) for name, value in vars(owner).items() if not _is_hooks(name)}
         self._puts.append(partial(_put_attributes, owner, captured))
@@ -94,7 +97,7 @@ class Snapshot:
         self._puts.append(partial(_put_needed, module, needed))
 
     def keep_optimizer(self, optimizer: Optimizer) -> None:
-        """Record an optimizer's states and groups."""
+        """Record an optimizer's states and parameter groups."""
         self.capture_attributes(optimizer)
 
     def keep_random(self) -> None:
@@ -194,7 +197,8 @@ class Snapshot:
         return back
 
     def _of_numpy(self, value: Any) -> Restore:
-        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", value))  # Generator, RandomState
+        # the value is a numpy Generator or RandomState
+        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", value))
         state = deepcopy(getattr(bits, "state", None))
 
         def back() -> Any:

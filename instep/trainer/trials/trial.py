@@ -1,6 +1,6 @@
 """Trials: steps of a run that leave no trace.
 
-They use the run's own step with a separate position, data, log and hooks.
+A trial uses the run's own step, with a separate position, data, log and hooks.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _HOOKS = {  # hooks in which a trial may be made, since no batch is being proces
     "test": ("on_test_start", "on_test_epoch_start"),
     "predict": ("on_predict_start", "on_predict_epoch_start"),
 }
-_NEVER = "never"  # an interval of schedulers that never ends
+_NEVER = "never"  # interval of schedulers in a trial, in which they never step
 
 
 class Trial:
-    """Trial within a run: a block that takes steps, and undoes all of them at its end, also after an error.
+    """Trial within a run: a `with` block that takes steps, and undoes all of them at its end, also after an error.
 
-    These are restored bit for bit: the module (weights, buffers, gradients, modes, plain attributes), optimizers, the
+    A trial restores bit for bit: the module (weights, buffers, gradients, modes, plain attributes), optimizers, the
     gradient scaler, random generators, the place in the data, log, loggers, metrics, triggers and the Trainer's
     counters. The module's own hooks for a batch and for an epoch's start are called. Callbacks and schedulers are not.
     Collective.
@@ -79,7 +79,7 @@ class Trial:
 
     @property
     def repeats(self) -> bool:
-        """Whether a resumed run calls this hook once more, so that the search was done already."""
+        """Whether a resumed run repeats the current hook, so that the search was already done before the resume."""
         plan = self._run.resume
         return plan is not None and plan.resumed_reader is not None and not plan.restored
 
@@ -90,7 +90,7 @@ class Trial:
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """Optimizers of the run, whose learning rates may be set. They are restored too."""
+        """Optimizers of the run, whose learning rates may be set. The trial restores the learning rates too."""
         return self._run.optimizers
 
     def check_batch_size(self) -> None:
@@ -196,11 +196,11 @@ class Trial:
         self._snapshot.restore()
 
     def _reset(self) -> None:
-        """Restore module, optimizers and strategy to the trial's start, wherever a step has left them."""
+        """Restore module, optimizers and strategy to their state at the trial's start, even in the middle of a step."""
         self._strategy.abandon_step()
         self._snapshot.restore()
-        self._strategy.prepare_training(self._module, self._run.optimizers)  # DDP's reducer must be as a new one
-        self._snapshot.restore()  # also buffers, which `prepare_training` may have made the same on all ranks
+        self._strategy.prepare_training(self._module, self._run.optimizers)  # makes DDP's reducer as if new
+        self._snapshot.restore()  # a second time, since `prepare_training` may have made buffers the same on all ranks
 
     # ---- data
 
@@ -254,7 +254,7 @@ class Trial:
                     raise DataError("the training loader gives no batch, so no step can be tried")
                 at.next_epoch()
         finally:
-            source.set_epoch(first)  # the user's samplers and data sets learn the epoch by this
+            source.set_epoch(first)  # this also sets the epoch of the user's samplers and data sets
             kept()
 
     # ---- steps
@@ -263,8 +263,8 @@ class Trial:
         """Take one optimizer step on the next batches.
 
         Returns:
-            Mean loss of the step's samples over all ranks; infinity if it is not finite, nan if `training_step`
-            returned none. None if some rank got a signal or asked for a stop; then leave the trial.
+            Mean loss of the step's samples over all ranks; infinity if the mean is not finite, nan if `training_step`
+            returned no loss. None if some rank got a signal or asked for a stop; then leave the trial.
 
         Raises:
             HookError: in manual optimization, `training_step` returned no loss.
@@ -297,7 +297,8 @@ class Trial:
                 if index == 0:
                     raise DataError("one step takes more batches than an epoch has, so no step can be tried")
                 continue
-            mine = ctx.log.weight  # a step that takes its batches itself knows its samples only afterwards
+            # read after the step, which may take its batches itself and then sets the number of samples
+            mine = ctx.log.weight
             loss = output.get("loss") if isinstance(output, dict) else output
             if isinstance(loss, Tensor) and mine != 0:
                 samples = 1 if mine is None else mine
@@ -313,8 +314,8 @@ class Trial:
     def out_of_memory(self, steps: int) -> str:
         """Run some steps as the run would, with the current batch size of module and data. Collective.
 
-        In fit these are optimizer steps, followed by batches of each validation loader. Else they are batches of each
-        loader.
+        In fit these are optimizer steps, followed by batches of each validation loader. Otherwise they are batches of
+        each loader.
 
         Args:
             steps: number of optimizer steps or batches.
@@ -341,7 +342,7 @@ class Trial:
         return any(from_every_rank(self._run.triggers.pending))
 
     def reload_data(self) -> None:
-        """Let the run request its loaders again after the trial, since the batch size has changed. Collective."""
+        """Make the run request its loaders again after the trial, since the batch size has changed. Collective."""
         run = self._run
         loaders = run.loaders
         loaders.reload_evaluation()
