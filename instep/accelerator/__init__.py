@@ -1,4 +1,4 @@
-"""`Accelerator`: a handwritten loop over the Trainer's strategies, data, loggers and checkpoints."""
+"""`Accelerator`: the Trainer's strategies, data, loggers and checkpoints for a handwritten loop."""
 
 from typing import TYPE_CHECKING
 

@@ -138,7 +138,8 @@ class Accelerator(ProcessMethods):
         dataloader_config: DataLoaderConfiguration | None = None,
         strategy: str | Strategy | None = None,
         parallelism_config: ParallelismConfig | None = None,
-        compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # same name as torch.compile
+        # the name of the torch function, torch.compile
+        compile: str | bool | CompileConfig | dict[str, Any] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         log_with: LogWith = None,
@@ -187,7 +188,7 @@ class Accelerator(ProcessMethods):
             report_failures()
         group = self._handlers.get(InitProcessGroupKwargs)
         process = self._process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
-        # These facts stay known after end_training(), when the process state is gone.
+        # These values are kept for the time after end_training(), when the process state is gone.
         self._device, self._distributed_type = process.device, process.distributed_type
         self._rank, self._local_rank = process.process_index, process.local_process_index
         self._world_size = process.num_processes
@@ -195,7 +196,7 @@ class Accelerator(ProcessMethods):
         self._trackers = Trackers(log_with, process.is_main_process, self.logging_dir)
         self.triggers = Triggers(reserved=())
         """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
-        self._prepared = self._prepared_type(  # makes this Accelerator the active run
+        self._prepared = self._prepared_type(  # this call makes the Accelerator the active run
             process,
             self.precision,
             choose_strategy(strategy, process, self._handlers.get(DistributedDataParallelKwargs)),
@@ -218,30 +219,30 @@ class Accelerator(ProcessMethods):
 
     @property
     def num_processes(self) -> int:
-        """The world size."""
+        """Number of processes, the world size."""
         return self._world_size
 
     @property
     def process_index(self) -> int:
-        """The rank of this process, from 0."""
+        """Rank of this process, from 0."""
         return self._rank
 
     @property
     def local_process_index(self) -> int:
-        """The rank of this process on its node, from 0."""
+        """Rank of this process among the processes on its node, from 0."""
         return self._local_rank
 
-    # ---- the facts
+    # ---- settings and state of the run
 
     @property
     def project_dir(self) -> str | None:
-        """Folder of checkpoints; None without one."""
+        """Folder of checkpoints; None if it is not set."""
         folder = self.project_configuration.project_dir
         return None if folder is None else os.path.expanduser(folder)
 
     @property
     def logging_dir(self) -> str | None:
-        """Folder of loggers; None without one."""
+        """Folder of loggers; None if it is not set."""
         folder = self.project_configuration.logging_dir
         return self.project_dir if folder is None else os.path.expanduser(folder)
 
@@ -249,7 +250,7 @@ class Accelerator(ProcessMethods):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per window. A new number holds from the next window on."""
+        """Micro-batches per accumulation window. A new number is used from the next window on."""
         return self._prepared.run.gradient.num_steps
 
     @gradient_accumulation_steps.setter
@@ -286,7 +287,7 @@ class Accelerator(ProcessMethods):
     use_distributed: ReadOnly[bool] = ReadOnly(lambda a: a.num_processes > 1, "Whether there are several processes.")
     multi_device = use_distributed
 
-    # Values of `dataloader_config`, as attributes like those of Accelerate.
+    # Values of `dataloader_config`, under the attribute names that Accelerate has.
     split_batches: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.split_batches)
     """Value of `dataloader_config`."""
     dispatch_batches: ReadOnly[bool | None] = ReadOnly(lambda a: a.dataloader_config.dispatch_batches)
@@ -302,7 +303,7 @@ class Accelerator(ProcessMethods):
         """Prepare models, optimizers, loaders and schedulers for the loop, in any order. Collective.
 
         Args:
-            objects: objects to prepare. Anything else is returned unchanged.
+            objects: models, optimizers, loaders and schedulers. Objects of other kinds are returned unchanged.
             device_placement: for each of `objects`, whether it is moved to the device; None for the Accelerator's
                 setting.
             named: models and loaders with a name, by which a checkpoint finds them again. Two models of one class need
@@ -385,11 +386,11 @@ class Accelerator(ProcessMethods):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's model from the one that `prepare` returned.
+        """Return the user's model from a model that `prepare` returned.
 
         Args:
             model: a model, wrapped or not. DataParallel and DistributedDataParallel of other packages are removed too.
-            keep_fp32_wrapper: whether to keep the precision of its forward.
+            keep_fp32_wrapper: whether to keep the wrapper that sets the precision of the forward.
             keep_torch_compile: whether to keep the wrapper of `torch.compile`.
         """
         return self._prepared.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
@@ -406,13 +407,16 @@ class Accelerator(ProcessMethods):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Enter one micro-batch of a window: forward, backward, and `step`, which steps only at the window's end.
+        """Enter one micro-batch of an accumulation window.
+
+        In the block, `optimizer.step()` steps only at the window's end.
 
         Args:
             models: the models that are trained in the block; default: all prepared models.
         """
         ends = self._prepared.window.enter(self.optimizers)
-        # Ranks that end on their own have windows of different lengths, so they must reduce in each micro-batch.
+        # Without even_batches, ranks have windows of different lengths, so they must reduce gradients in each
+        # micro-batch.
         syncs = ends or self._accumulation.sync_each_batch or not self.dataloader_config.even_batches
         self._uses.block = (tuple(map(id, models)), False) if self._uses.waits else None
         try:
@@ -434,7 +438,7 @@ class Accelerator(ProcessMethods):
         return self._prepared.strategy_of(model).no_sync()
 
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
-        """Backpropagate a mean loss, multiplied by its weight in the window.
+        """Backpropagate a mean loss, multiplied by its weight in the accumulation window.
 
         Args:
             loss: 0-dim floating tensor: the mean over this rank's micro-batch.
@@ -472,7 +476,7 @@ class Accelerator(ProcessMethods):
                 optimizer.hold_gradients()
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by the scaler's factor and the window's divisor, before they are read.
+        """Divide gradients by the scaler's factor, and correct them for the accumulation window, before they are read.
 
         Args:
             optimizer: the optimizer or optimizers whose gradients are divided; default: all prepared ones.
@@ -489,7 +493,9 @@ class Accelerator(ProcessMethods):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Scale gradients down to a norm, at the end of a window. Collective if losses came with `num_items`.
+        """Scale gradients down to a norm, at the end of an accumulation window.
+
+        Collective if losses came with `num_items`.
 
         Args:
             parameters: the parameters whose gradients are clipped.
@@ -506,7 +512,9 @@ class Accelerator(ProcessMethods):
         return self._prepared.plain.gradients.clip(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clip every gradient element, at the end of a window. Collective if losses came with `num_items`.
+        """Clip every gradient element, at the end of an accumulation window.
+
+        Collective if losses came with `num_items`.
 
         Args:
             parameters: the parameters whose gradients are clipped.
@@ -518,7 +526,7 @@ class Accelerator(ProcessMethods):
             self._prepared.plain.gradients.clip(parameters, clip_value, "value")
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the precision's context, for computations outside of a prepared model's forward.
+        """Return the autocast context of the precision, for computations outside of a prepared model's forward.
 
         Args:
             autocast_handler: other options for this block.
@@ -527,14 +535,14 @@ class Accelerator(ProcessMethods):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[nn.Module]) -> Iterator[None]:
-        """Let ranks that have no batch left wait for the others, with `even_batches=False`. Collective.
+        """Make ranks that have no batch left wait for the other ranks, with `even_batches=False`. Collective.
 
         At the end of the block, all ranks get the weights, optimizers and schedulers of a rank that took the most
         steps.
 
         Args:
             joinables: the prepared models that are trained in the block. Their losses must not have `num_items`, since
-                these are summed over all ranks.
+                these numbers are summed over all ranks.
         """
         window = self._prepared.window
         with ExitStack() as stack:
@@ -546,7 +554,7 @@ class Accelerator(ProcessMethods):
         self._prepared.agree_on_steps()
 
     def profile(self, handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a torch profiler for the block.
+        """Return a torch profiler, as a context manager for the profiled code.
 
         Args:
             handler: options of the profiler; default: those of `kwargs_handlers`.
@@ -561,7 +569,7 @@ class Accelerator(ProcessMethods):
         Args:
             objects: objects with `state_dict` and `load_state_dict`, of tensors and JSON values. They are saved by
                 class name.
-            named: such objects, saved by this name.
+            named: objects of the same kind, each saved under its argument name.
 
         Raises:
             SettingError: an object lacks one of the methods, or a name is taken.
@@ -569,7 +577,7 @@ class Accelerator(ProcessMethods):
         self._states.register(objects, named)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> HookHandle:
-        """Call a hook before each save, on every rank.
+        """Register a hook that is called before each save, on every rank.
 
         Args:
             hook: `hook(models, weights, folder)`: the unwrapped models, a list of their state dicts, and the folder
@@ -583,7 +591,7 @@ class Accelerator(ProcessMethods):
         return HookHandle(self._states.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> HookHandle:
-        """Call a hook before each load, on every rank.
+        """Register a hook that is called before each load, on every rank.
 
         Args:
             hook: `hook(models, folder)`: a list of the unwrapped models, and the checkpoint. The hook itself must load
@@ -618,7 +626,7 @@ class Accelerator(ProcessMethods):
                 training. The next save, `wait_for_saves` and `end_training` wait for it and raise its error.
 
         Returns:
-            The folder; None in the background, where `wait_for_saves` returns it.
+            The folder; None for a save in the background, whose folder `wait_for_saves` returns.
 
         Raises:
             CheckpointError: the state could not be written, or the project's folder holds a later state of another run;
@@ -641,7 +649,7 @@ class Accelerator(ProcessMethods):
             The verified checkpoint; None if no save was running.
 
         Raises:
-            CheckpointError: that save failed; on another rank RemoteError.
+            CheckpointError: the save failed on this rank; if it failed on another rank, RemoteError.
         """
         return self._states.wait()
 
@@ -664,7 +672,7 @@ class Accelerator(ProcessMethods):
                 state; default: the newest state of the project that verifies.
             resume: which parts to load; None for all. In it, `callbacks` means the registered objects, and `position`
                 means the step, the loaders and the random generators.
-            **unknown: no other argument is accepted.
+            **unknown: other arguments, which raise an error.
 
         Returns:
             The folder that was loaded; `resume_report` has details.
@@ -673,7 +681,7 @@ class Accelerator(ProcessMethods):
             CheckpointNotFoundError: there is no such checkpoint.
             CorruptCheckpointError: the checkpoint does not verify.
             CheckpointError: the checkpoint does not fit the prepared objects.
-            SettingError: an unknown argument; for those of Accelerate the text has a hint.
+            SettingError: an unknown argument; for an argument of Accelerate the error text has a hint.
         """
         _refuse("load_state", unknown, "input_dir, resume")
         self._check_open("load_state")
@@ -745,7 +753,7 @@ class Accelerator(ProcessMethods):
 
         Args:
             data: nested tensors; or, without any tensor in it, a list of Python objects with one entry per sample.
-            use_gather_object: whether `data` is such a list although it holds tensors.
+            use_gather_object: whether to treat `data` as a list of Python objects although it holds tensors.
             per_sample: whether dimension 0 is the sample. Pass False for several rows per sample, or for one sum per
                 batch. Then all rows are gathered, except those of a rank that replays a batch because it has none left.
 
@@ -762,14 +770,15 @@ class Accelerator(ProcessMethods):
         samples = share.mine
         if samples is None and share.last and per_sample:  # the last batch of a stream may be shorter
             data = cut_last(data, share.all, size)
-        samples = samples if self._prepared.main_strategy.contributes else 0  # another rank counts for the same samples
+        # another rank with the same data counts its samples
+        samples = samples if self._prepared.main_strategy.contributes else 0
         return gather_samples(data, samples, size, use_gather_object, per_sample)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Skip the first batches of an epoch; see `instep.accelerator.skip_first_batches`.
+        """Return a loader without the first batches of its epoch; see `instep.accelerator.skip_first_batches`.
 
         Args:
-            dataloader: a prepared loader, or any other.
+            dataloader: a loader, prepared or not.
             num_batches: number of batches to leave out, counted from the epoch's beginning.
         """
         return skip_first_batches(dataloader, num_batches)
@@ -805,7 +814,7 @@ class Accelerator(ProcessMethods):
 
         Raises:
             DistributedError: ranks have different numbers of rows, as in an epoch's last batch; use
-                `gather_for_metrics` for it.
+                `gather_for_metrics` there.
         """
         return gather_rows(data, self._prepared.run.gradient.active_dataloader)
 
@@ -832,7 +841,7 @@ class Accelerator(ProcessMethods):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start the loggers of `log_with`, and write what was logged before.
+        """Start the loggers of `log_with`, and write the values that were logged before this call.
 
         Args:
             project_name: name of the W&B project. For other loggers, name of their folder below the logging folder,
@@ -861,7 +870,7 @@ class Accelerator(ProcessMethods):
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a started logger, or with `unwrap` the tracker's own object.
+        """Return a started logger, or with `unwrap` the object that it writes with.
 
         Args:
             name: "csv", "tensorboard", "wandb", or the name of a class. The second logger of one kind has "-2" at the
@@ -874,24 +883,24 @@ class Accelerator(ProcessMethods):
         """
         return self._trackers.get(name, unwrap)
 
-    # ---- the end
+    # ---- the end of the run
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
-        """Release all prepared objects, and empty the device's cache. This run is then no longer the active one.
+        """Release all prepared objects, and empty the device's cache. The Accelerator is then no longer the active run.
 
-        Objects that are registered for checkpointing stay. Memory of objects that the caller's names still hold is free
-        after the assignment: torch's next allocation can use it, and the next `clear_device_cache()` returns it to
-        other programs.
+        Objects that are registered for checkpointing are kept. Memory of objects that variables of the caller still
+        hold is free once these variables are assigned anew: torch's next allocation can use it, and the next
+        `clear_device_cache()` returns it to other programs.
 
         Args:
-            objects: objects whose names are assigned anew: `model, optimizer = accelerator.free_memory(model,
+            objects: objects whose variables are assigned anew: `model, optimizer = accelerator.free_memory(model,
                 optimizer)`.
 
         Returns:
             One None for each object.
         """
         self._prepared.end()
-        if self._states.pending is None:  # a running save still owns the folders
+        if self._states.pending is None:  # a save that is still running needs the folders
             self._states.release()
         clear_device_cache(garbage_collection=True)
         return (None,) * len(objects)
@@ -910,7 +919,10 @@ class Accelerator(ProcessMethods):
 
 
 def _tensors(method: str, parameters: Any) -> list[Tensor]:
-    """List the parameters that a method got. Raise a SettingError for anything else, such as a model."""
+    """Return the parameters that were passed to a method as a list.
+
+    Raise SettingError if another object, such as a model, was passed.
+    """
     found = parameters
     if not isinstance(parameters, nn.Module) and not callable(parameters):
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)

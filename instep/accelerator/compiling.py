@@ -1,4 +1,4 @@
-"""`TorchDynamoPlugin`: how `prepare` compiles models."""
+"""`TorchDynamoPlugin`: settings with which `Accelerator.prepare` compiles models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _BACKEND = Check(lambda value: isinstance(value, str) and value != "", 'a name s
 
 @dataclass(frozen=True)
 class TorchDynamoPlugin:
-    """Arguments of `torch.compile`, for `Accelerator(dynamo_plugin=...)`. Then `prepare` compiles each model.
+    """Arguments of `torch.compile`, for `Accelerator(dynamo_plugin=...)`.
+
+    With this plugin, `prepare` compiles each model.
 
     Args:
         backend: torch's name of the backend, in upper or lower case; "no" compiles nothing.
@@ -56,11 +58,11 @@ class TorchDynamoPlugin:
 
 
 def compile_asked_for(
-    compile: Any,  # same name as torch.compile
+    compile: Any,  # the name of the torch function, torch.compile
     plugin: TorchDynamoPlugin | None,
     backend: str | None,
 ) -> CompileConfig | None:
-    """Return how models are compiled; None if they are not.
+    """Return the options with which models are compiled; None if models are not compiled.
 
     Raises:
         SettingError: more than one argument is given, or the whole step is to be compiled.

@@ -1,4 +1,4 @@
-"""Any object in a single file, by `torch.save` or as safetensors."""
+"""`save`: writes any object to a single file, by `torch.save` or as safetensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the Accelerator as plain dataclasses. The environment is not read for them.
+"""Settings of the Accelerator as plain dataclasses, which read no environment variables.
 
 The names are those of Hugging Face Accelerate. Every value is checked when the object is made. `options()` returns the
 keyword arguments for the part that a handler configures: the strategy, the precision, the process state or torch's
@@ -62,7 +62,7 @@ _TIMEOUT = Check(
 
 
 def _activities(name: str, value: Any) -> Any:
-    """Check for a list of names of `_ACTIVITIES`."""
+    """Check that a value is a list of names from `_ACTIVITIES`."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
         raise wrong(name, value, 'a list such as ["cpu", "cuda"], or None')
     for each in value:
@@ -71,7 +71,7 @@ def _activities(name: str, value: Any) -> Any:
 
 
 def _schedule(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check for arguments of `torch.profiler.schedule`."""
+    """Check that a value is a dict of arguments for `torch.profiler.schedule`."""
     if not isinstance(value, Mapping):
         raise wrong(name, value, 'a dict such as {"wait": 1, "warmup": 1, "active": 3}, or None')
     for each in value:
@@ -84,7 +84,9 @@ def _schedule(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class KwargsHandler:
-    """Base of the settings for `Accelerator(kwargs_handlers=[...])`, which takes at most one object of each class.
+    """Base class of the settings in `Accelerator(kwargs_handlers=[...])`.
+
+    The list has at most one object of each class.
 
     Example:
         >>> GradScalerKwargs(init_scale=1024.0).to_kwargs()
@@ -97,7 +99,7 @@ class KwargsHandler:
         check_fields(self)
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments for the configured part, without the fields that are None."""
+        """Return the fields as keyword arguments for the part that they configure, without fields that are None."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}  # pyright: ignore[reportArgumentType]
         return {name: value for name, value in given.items() if value is not None}
 
@@ -140,10 +142,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Args:
         broadcast_buffers: whether each forward begins with the buffers of rank 0.
-        bucket_cap_mb: size of a gradient bucket in MiB; None leaves it to torch (25, and a smaller first one).
+        bucket_cap_mb: size of a gradient bucket in MiB; None means torch's default (25, and a smaller first bucket).
         find_unused_parameters: whether to search in each step for parameters that were not used.
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy.
-        static_graph: promise that every step uses the same parameters in the same way.
+        static_graph: whether every step uses the same parameters in the same way. DDP relies on it and does not check
+            it.
         comm_hook: compression of gradients for the communication: "fp16", "bf16", "power_sgd", or a
             `DDPCommunicationHookType`.
         comm_wrapper: "fp16" or "bf16": dtype to which gradients are rounded before PowerSGD.
@@ -172,7 +175,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        resolve_strategy("ddp", 1, options=self.options())  # checks the hook, and refuses combinations that do not work
+        resolve_strategy("ddp", 1, options=self.options())  # raises an error for a wrong hook or combination
 
     def options(self) -> dict[str, Any]:
         options = super().options()
@@ -210,14 +213,14 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class InitProcessGroupKwargs(KwargsHandler):
-    """Settings for making the process group; `options()` are arguments of `PartialState`.
+    """Settings of the process group that is created; `options()` are arguments of `PartialState`.
 
     Args:
-        backend: torch's name of the backend, such as "gloo"; None takes the device's backend.
-        timeout: time limit of every collective, as a timedelta or in seconds; None takes torch's (10 minutes for nccl,
-            30 for others).
+        backend: torch's name of the backend, such as "gloo"; None means the usual backend of the device.
+        timeout: time limit of every collective, as a timedelta or in seconds; None means torch's default (10 minutes
+            for nccl, 30 minutes for other backends).
         pg_options: options object of the backend.
-        device_id: device that the group is bound to, for backends that need it early.
+        device_id: device that the group is bound to, for backends that need the device when the group is created.
 
     Example:
         >>> InitProcessGroupKwargs(timeout=60).options()
@@ -243,7 +246,7 @@ class ProfileKwargs(KwargsHandler):
         record_shapes: whether to record the shapes of inputs.
         profile_memory: whether to record allocations.
         with_stack: whether to record the source line of every operation.
-        with_flops: whether to estimate the operations of matrix products and convolutions.
+        with_flops: whether to estimate the floating-point operations of matrix products and convolutions.
         with_modules: whether to record which module called an operation.
         output_trace_dir: folder for a Chrome trace per rank; None writes none.
 
@@ -274,9 +277,9 @@ class GradientAccumulationPlugin:
     """Settings for accumulating gradients, for `Accelerator(gradient_accumulation_plugin=...)`.
 
     Args:
-        num_steps: micro-batches per window.
-        adjust_scheduler: whether the schedule counts batches. Then each optimizer step steps the scheduler once for
-            every batch of the window. False: one scheduler step per optimizer step.
+        num_steps: micro-batches per accumulation window.
+        adjust_scheduler: whether the schedule counts batches. If True, the scheduler steps once for every batch of the
+            window at each optimizer step. False: one scheduler step per optimizer step.
         sync_with_dataloader: whether a window ends with its loader, full or not. False: the next epoch continues the
             window, and each batch counts as one of a full window.
         sync_each_batch: whether to reduce gradients at every backward, which needs more communication and, with
@@ -339,13 +342,13 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: PathLike | None = None) -> None:
-        """Set the folder of checkpoints, and that of loggers if none is set yet.
+        """Set the folder of checkpoints, and the folder of loggers if it is not set yet.
 
         Args:
-            project_dir: the folder; None for none.
+            project_dir: the folder; None for no folder.
 
         Raises:
-            SettingError: `project_dir` is no path.
+            SettingError: `project_dir` is not a path.
         """
         self.project_dir = None if project_dir is None else PATH("project_dir", project_dir)
         if self.logging_dir is None:
@@ -357,7 +360,7 @@ _ELSEWHERE = {GradientAccumulationPlugin: "gradient_accumulation_plugin", Projec
 
 
 def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler], Any]:
-    """Sort handlers by their class.
+    """Return handlers by their class.
 
     Args:
         handlers: value of `kwargs_handlers`; None for no handlers.
@@ -393,14 +396,14 @@ def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler
 
 @contextmanager
 def profile(handler: ProfileKwargs | None = None, process_index: int = 0) -> Iterator[Profiler]:
-    """Record the code of the `with` block.
+    """Profile the code in the `with` block with torch's profiler.
 
     With `output_trace_dir` every rank writes `profile_<rank>.json` into it, for chrome://tracing or Perfetto. The
     second and later cycles of a schedule go to `profile_<rank>_<cycle>.json`, from 2. Traces are also written after an
     error. An error of `on_trace_ready` is raised at the end of the block.
 
     Args:
-        handler: what to record; None takes `ProfileKwargs()`.
+        handler: options of the profiler; None means `ProfileKwargs()`.
         process_index: the rank, for the name of the file.
 
     Returns:

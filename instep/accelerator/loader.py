@@ -24,19 +24,20 @@ from instep.utils.warn import warn_user
 
 
 class AcceleratedLoader:
-    """This rank's batches, on its device. Each pass is the next epoch.
+    """Prepared loader, which yields this rank's batches on its device. Each pass over it is the next epoch.
 
-    While the loop uses a batch, `GradientState` knows whether it is the last one, and how many of its samples count.
+    While the loop uses a batch, `GradientState` knows whether this is the last batch of the epoch, and how many of its
+    samples count.
 
     Args:
         source: source of the batches.
-        gradient: gradient state, into which the loop's place is written.
+        gradient: gradient state, into which the loader writes the loop's position.
         uses: object that reports uses of batches.
-        device: device that batches are moved to; None does not move them.
+        device: device that batches are moved to; None if batches are not moved.
         non_blocking: whether the host does not wait for copies from pinned memory.
         restore_position: as in `DataLoaderConfiguration`.
-        name: name in checkpoints; None: named by its data.
-        kind: class that `isinstance` sees; None: that of the user's loader.
+        name: name in checkpoints; None for a name made from the data set.
+        kind: class that `isinstance` sees; None for the class of the user's loader.
         optimizers: the prepared optimizers. If there are any, a pass without a batch but with gradients on gives a
             warning.
 
@@ -46,10 +47,10 @@ class AcceleratedLoader:
         batches_done: how many batches of the epoch were trained on, which means that `backward` was called or an
             optimizer has stepped after them. None if neither has happened in this pass yet.
         trains: whether the loop has trained on this loader, in this pass or an earlier one.
-        full_batches: number below which all batches weigh the same.
+        full_batches: batch number below which all batches have the same weight.
         reliable: whether the sizes of the windows were known when the pass began.
-        opening: the first batches of the pass, until one of them was used; then None.
-        reads_ahead: whether the script read ahead of its use in the previous pass.
+        opening: record of the first batches of the pass, until the script has used one of them; then None.
+        reads_ahead: whether the script requested batches before it used the earlier ones, in the previous pass.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class AcceleratedLoader:
         self._restore_position = restore_position
         self._next_epoch = 0
         self._others = 0  # batches of the epoch that other ranks have done, not included in the batches' numbers
-        self._pass: object = None  # the running pass; older iterators of the same loader are refused
-        self._restored: RestoredPlace | None = None  # place that `load_state` restored, until something uses it
-        self._held, self._ahead = 1, 0  # as found at the opening of a pass
+        self._pass: object = None  # mark of the running pass; an older iterator of this loader raises an error
+        self._restored: RestoredPlace | None = None  # place that `load_state` restored, until the script uses a batch
+        # numbers of batches that the script held, and had not used, at the start of the last pass
+        self._held, self._ahead = 1, 0
 
     # ---- what users of a DataLoader read
 
@@ -120,10 +122,10 @@ class AcceleratedLoader:
         return self._next_epoch if place is None else place.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass. Its order is a function of the seed and the epoch."""
+        """Set the epoch of the next pass. The order of a pass is a function of the seed and the epoch."""
         place = self._unused_place()
         if place is not None and place.epoch != epoch:
-            self._restored = None  # the script goes to another epoch
+            self._restored = None  # the script has chosen another epoch than the restored one
         self._next_epoch = epoch
         if self._pass is None:
             self.source.set_epoch(epoch)  # calls a set_epoch of the user's samplers and data sets at once
@@ -132,9 +134,9 @@ class AcceleratedLoader:
         return self.passes_from(None)
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
-        """Yield one pass, after this number of batches of the epoch.
+        """Yield the batches of one pass, beginning after this number of batches of the epoch.
 
-        None: from a restored place, or the epoch's beginning.
+        With None, the pass begins at a restored place, or else at the epoch's beginning.
         """
         gradient = self._gradient
         place = self._begin(batches)
@@ -178,14 +180,14 @@ class AcceleratedLoader:
         if not opening.outlasts:
             opening.end()
         done = 0 if place is None else place.batches
-        # The restored epoch had no batch left.
+        # The restored epoch has no batch left, so go on with the next one.
         if opening.is_empty and place is not None and done and batches in (None, done):
             self._restored = place.next_epoch()
             if batches is None:
                 yield from self.passes_from(None)
 
     def _begin(self, batches: int | None) -> RestoredPlace | None:
-        """Go to the first batch of a pass. Return the restored place at which it begins, or None."""
+        """Move the source to the first batch of a pass. Return the restored place at which the pass begins, or None."""
         source, place = self.source, self._unused_place()
         if self.opening is not None and self.opening.outlasts:
             self._end_opening(self.opening)
@@ -235,7 +237,7 @@ class AcceleratedLoader:
     def set_windows(self, num_steps: int) -> None:
         """Set the number of batches in a window of accumulated gradients."""
         read_ahead = 0 if self._restored is None else most_kept(num_steps, self._held)
-        # a checkpoint may go back to the beginning of a window
+        # a checkpoint may hold the position at the beginning of a window, so earlier positions are remembered
         self.source.history = num_steps + max(read_ahead, self._held - 1)
         plan = self.source.plan
         self.full_batches = plan.full_batches(num_steps)
@@ -244,7 +246,7 @@ class AcceleratedLoader:
     def _show(self) -> None:
         """Make this loader the active one in the gradient state.
 
-        Done with every batch, since an inner loop may be left early.
+        This is done with every batch, since an inner loop over another loader may be left early.
         """
         source, gradient = self.source, self._gradient
         gradient.active_dataloader = self
@@ -262,32 +264,32 @@ class AcceleratedLoader:
 
     @property
     def active(self) -> Any:
-        """The innermost loader that yields batches now."""
+        """The innermost loader whose pass is running."""
         return self._gradient.active_dataloader
 
     @property
     def most_kept(self) -> int:
-        """How many batches to keep at most, while it is not known whether the script skips the finished ones."""
+        """Largest number of batches to keep, as long as the script may still skip the finished batches itself."""
         return most_kept(self._gradient.num_steps, self._held)
 
     # ---- checkpoints
 
     @property
     def place(self) -> tuple[int, int]:
-        """The epoch, and the number of the current batch."""
+        """The epoch and the number of the current batch, as (epoch, batch)."""
         return self.epoch, self.batch_idx
 
     def state_dict(self, window_begin: int | None = None, untrained: bool = False) -> StateDict:
-        """Return the loop's place in this loader: the epoch, and how many of its batches are done.
+        """Return the loop's position in this loader: the epoch, and how many of its batches are done.
 
-        A place that `load_state` restored stays until something uses it. In a loop that trains on the loader, a batch
-        is done once `accelerator.backward` was called for it, or a prepared optimizer has stepped after it. In any
-        other loop a batch is done once it was yielded, also the current one; and after a pass that was left early, the
-        next epoch follows.
+        A position that `load_state` restored is returned again until the script uses a batch. In a loop that trains on
+        the loader, a batch is done once `accelerator.backward` was called for it, or a prepared optimizer has stepped
+        after it. In any other loop a batch is done once it was yielded, also the current one; and after a pass that was
+        left early, the next epoch follows.
 
         Args:
-            window_begin: number of the first batch of an open accumulation window. Batches from there on do not count
-                as done.
+            window_begin: number of the first batch of an open accumulation window. This batch and later ones do not
+                count as done.
             untrained: whether the loop will train, and has trained on no loader yet.
         """
         place, done = self._unused_place(), self.batches_done
@@ -315,15 +317,15 @@ class AcceleratedLoader:
         return {"epoch": self.epoch, "source": self.source.state_dict(done), "batches": done + self._others, **about}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Let the next pass go on at the place in the state."""
+        """Make the next pass begin at the position in the state."""
         source, epoch, batches = self.source, int(state["epoch"]), 0
         if state["source"] is None:
-            source.set_epoch(epoch + 1)  # drops what an earlier state has set
+            source.set_epoch(epoch + 1)  # drops the position that an earlier state has set
         else:
             source.load_state_dict(state["source"])
             batches = state.get("batches", source.first_batch)
             if state["source"].get("finished") or (source.plan.total_is_final and source.first_batch >= len(source)):
-                epoch, batches = epoch + 1, 0  # nothing is left of that epoch
+                epoch, batches = epoch + 1, 0  # no batch is left in the saved epoch
                 source.set_epoch(epoch)
         self._next_epoch, self.opening = epoch, None
         self.trains = state.get("trains", state["source"] is not None)
@@ -336,7 +338,7 @@ class AcceleratedLoader:
         return self._restored
 
     def use_up(self, place: RestoredPlace) -> None:
-        """Drop the place that `load_state` restored, since it is used now."""
+        """Drop the place that `load_state` restored, since the script has now used a batch after it."""
         if self._restored is place:
             self._restored = None
 
@@ -350,26 +352,26 @@ class AcceleratedLoader:
         return self.__dict__.get("_kind", AcceleratedLoader)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle only the user's loader, since this loader's place belongs to the run."""
+        """Pickle only the user's loader, since the position in this prepared loader belongs to the run."""
         return _itself, (self.source.loader,)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source":  # not set yet while the object is being copied
+        if name == "source":  # the attribute is not set yet while the object is being copied
             raise AttributeError(name)
         return getattr(self.source.loader, name)
 
     def close(self) -> None:
-        """Release worker processes, and the pass whose batches the script still holds."""
+        """End worker processes, and stop watching batches of a finished pass that the script still holds."""
         if self.opening is not None and self.opening.outlasts:
             self._end_opening(self.opening)
         self.source.close()
 
 
 class _WithoutFirst:
-    """Batches or a batch sampler without the first items, which are read and dropped.
+    """Wrapper of batches or of a batch sampler that leaves out the first items of each pass: they are read and dropped.
 
     Args:
-        inner: any iterable; its attributes are forwarded.
+        inner: any iterable; the wrapper also has its attributes.
         num_batches: number of items to leave out of each pass.
     """
 
@@ -384,7 +386,7 @@ class _WithoutFirst:
         return max(0, len(self.inner) - self.num_batches)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not set yet while the object is being copied
+        if name == "inner":  # the attribute is not set yet while the object is being copied
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -401,7 +403,7 @@ class SkippedLoader(_WithoutFirst):
 def _skip_unprepared(loader: Any, num_batches: int) -> Any:
     """Skip batches of a loader that was not prepared.
 
-    The result of a plain DataLoader with a length can be prepared.
+    If it is a plain DataLoader with a length, the result can be prepared.
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return _WithoutFirst(loader, num_batches)
@@ -415,8 +417,8 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Make a loader whose passes leave out the first batches of each epoch.
 
     The number counts from the epoch's beginning, also after `load_state`: if you skip as many batches as were done,
-    nothing is skipped twice. This is the number that was done when the state was saved, even if another number of
-    processes did them. It stays known which samples count, so `gather_for_metrics` is exact.
+    nothing is skipped twice. Pass the number of batches that were done when the state was saved, even if another number
+    of processes saved it. `gather_for_metrics` stays exact: it knows which samples count.
 
     Args:
         loader: a prepared loader. For any other loader, the first batches of each pass are left out.
@@ -454,7 +456,8 @@ def gather_rows(data: Any, loader: AcceleratedLoader | None) -> Any:
         loader: loader of the current batch, or None.
 
     Raises:
-        DistributedError: ranks have different numbers of rows; in the last batch the text names the method for it.
+        DistributedError: ranks have different numbers of rows; in a loader's last batch, the error text names the
+            method to use there.
     """
     try:
         return gather(data)
@@ -478,8 +481,8 @@ def gather_samples(
         data: nested tensors, or a list of objects.
         samples: number of this rank's samples in the current batch; 0 if the rank replays a batch, None outside of a
             loader.
-        batch_size: number of samples in a full batch of the loader, if known. In the last batch, this number of rows is
-            cut.
+        batch_size: number of samples in a full batch of the loader, if known. Data with this number of rows is cut to
+            `samples` rows.
         use_gather_object: as in `Accelerator.gather_for_metrics`.
         per_sample: whether dimension 0 is the sample.
     """
@@ -491,14 +494,15 @@ def gather_samples(
             )
         rows = [] if samples == 0 else list(data)
         return gather_object(_rows(rows, samples, batch_size) if samples and per_sample else rows)
-    tensor_leaves(data, "gather_for_metrics")  # so an error names the call that the user wrote
+    # raises an error that names gather_for_metrics, if a leaf is not a tensor
+    tensor_leaves(data, "gather_for_metrics")
     if samples and per_sample:
         data = map_leaves(lambda leaf: _rows_of_leaf(leaf, samples, batch_size), data)
     return gather_ragged(data, 0 if samples == 0 else None)
 
 
 def cut_last(data: Any, samples: int | None, batch_size: int | None) -> Any:
-    """Cut tensors with the rows of a full batch down to the samples of a pass's last batch."""
+    """Cut tensors that have as many rows as a full batch to the number of samples in the last batch of a pass."""
 
     def cut(leaf: Any) -> Any:
         whole = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch_size
@@ -512,7 +516,7 @@ def _rows_of_leaf(leaf: Any, samples: int, batch_size: int | None) -> Any:
 
 
 def _rows(values: Any, samples: int, batch_size: int | None) -> Any:
-    """Return one row per sample: all rows, or the first of them if there are as many as in a full batch."""
+    """Return one row per sample: all rows, or only the first `samples` rows if there are as many as in a full batch."""
     padded = batch_size is not None and len(values) == batch_size > samples
     if len(values) != samples and not padded:
         raise DataError(

@@ -31,7 +31,7 @@ class LocalSGD:
         accelerator: the `Accelerator`.
         model: the model that `accelerator.prepare` returned.
         local_sgd_steps: optimizer steps between two averages.
-        enabled: whether the context does anything.
+        enabled: whether to average; False leaves the training as it is.
 
     Raises:
         SettingError: the number of steps is wrong, or ranks hold only parts of the weights.
@@ -83,7 +83,10 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count an optimizer step, and average if it is due. Inside an accumulation window, do nothing."""
+        """Count an optimizer step, and average the weights if this is due.
+
+        Inside an accumulation window, do nothing.
+        """
         if not self.enabled or not GradientState().sync_gradients:
             return
         self.steps += 1
@@ -91,7 +94,7 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        """Average the weights. Collective. The message before it makes sure that all ranks are at the same step."""
+        """Average the weights, after a check that all ranks are at the same step. Collective."""
         steps = gather_object(self.steps)
         if len(set(steps)) > 1:
             raise DistributedError(

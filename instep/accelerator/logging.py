@@ -1,4 +1,4 @@
-"""Logger and progress bar for several ranks: a line from the main process, or one per rank in order."""
+"""Logger and progress bar for several ranks. The main process alone writes a line, or each rank writes one in order."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _MOST_TEXTS = 1000
 
 
 def known_place() -> tuple[ProcessEnvironment, bool]:
-    """Return this process's environment, and whether it comes from the process state, not the launcher.
+    """Return this process's environment, and whether it comes from an existing process state.
 
-    Builds no state.
+    Without a process state, the environment is read from the launcher's variables. No state is created.
     """
     joined = process.is_held()
     return process.held().environment if joined else read_environment(), joined
 
 
 class RankLogger(logging.LoggerAdapter):
-    """Python's logger with two more arguments in every call.
+    """Python's logger with two more arguments in every call, `main_process_only` and `in_order`.
 
-    With `main_process_only=True`, the default, only rank 0 logs. With False all ranks log, with their rank in front.
-    With `in_order=True` all ranks log one after the other; this is a collective, whatever the level.
+    With `main_process_only=True`, the default, only rank 0 logs. With False all ranks log, and each line begins with
+    the rank. With `in_order=True` all ranks log one after the other; this is a collective, whatever the level.
 
     Before the process state exists, the rank comes from the launcher's environment, and `in_order` does not wait.
     """

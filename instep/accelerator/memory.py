@@ -43,24 +43,24 @@ def find_executable_batch_size(
     one of them runs out of memory, all try again with the next size. A later call begins with the size that worked.
 
     With several processes, every attempt ends with an agreement of all ranks. If one rank runs out of memory while the
-    others wait for it in a collective of the function, they learn of it only when that collective has timed out; then
-    all ranks raise.
+    other ranks wait for it in a collective of the function, they learn of it only when this collective has timed out;
+    then all ranks raise an error.
 
     Args:
         function: function with `batch_size` as its first parameter. Leave it out in the decorator with arguments:
             `@find_executable_batch_size(...)`.
         starting_batch_size: the first size to try, the same on all ranks; samples per process.
         reduce_batch_size_fn: function that takes a size that was too large and returns the next one. Default: half the
-            size, so that a power of two stays one.
+            size, so that a power of two stays a power of two.
 
     Returns:
         The function without its first argument.
 
     Raises:
-        HookError: the function takes no batch size, or a call passes arguments that it does not take.
+        HookError: the function takes no batch size, or a call passes arguments that the function does not take.
         SettingError: an argument is wrong, or `reduce_batch_size_fn` does not return a smaller size.
         UsageError: (from the call) no size above 0 fitted into memory.
-        RemoteError: (from the call) another rank raised an error that is not out-of-memory.
+        RemoteError: (from the call) another rank raised an error other than out-of-memory.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=16)
@@ -163,7 +163,10 @@ class _Search:
 
 
 def _agree(error: Exception | None, doing: str, size: int) -> tuple[bool, str]:
-    """Return whether any rank ran out of memory, and its error text. Raise any other error on all ranks. Collective."""
+    """Return whether any rank ran out of memory, and the text of its error.
+
+    Raise other errors on all ranks. Collective.
+    """
     short = error is not None and is_out_of_memory(error)
     verdicts = from_every_rank((size, short, f"{type(error).__name__}: {error}" if short else ""))
     sizes = [verdict[0] for verdict in verdicts]
@@ -178,8 +181,8 @@ def _agree(error: Exception | None, doing: str, size: int) -> tuple[bool, str]:
 def release_memory(*objects: Any) -> list[None]:
     """Release memory of the device, and return one None per object: `model, loss = release_memory(model, loss)`.
 
-    Memory of objects that the caller's names still hold is free after the assignment: torch's next allocation can use
-    it, and the next `clear_device_cache()` returns it to the device.
+    Memory of objects that variables of the caller still hold is free once these variables are assigned anew: torch's
+    next allocation can use it, and the next `clear_device_cache()` returns it to the device.
 
     Args:
         objects: models, optimizers, tensors.

@@ -18,7 +18,7 @@ _ORDER = ("dp_replicate", "dp_shard", "cp", "tp")  # order of a mesh's dimension
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """Sizes of the mesh dimensions over which processes are arranged, for `Accelerator(parallelism_config=...)`.
+    """Sizes of the dimensions of the process mesh, for `Accelerator(parallelism_config=...)`.
 
     Args:
         dp_replicate_size: number of groups of processes whose weights are copies of each other.
@@ -27,7 +27,8 @@ class ParallelismConfig:
         cp_size: number of processes that share a sequence.
 
     Raises:
-        SettingError: a size is below 1, or copies of split layers are not sharded by `dp_shard_size` too.
+        SettingError: a size is below 1, or the layers or sequences are split and replicated, but not sharded by
+            `dp_shard_size`.
 
     Example:
         >>> config = ParallelismConfig(dp_shard_size=4, tp_size=2)
@@ -59,12 +60,12 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return math.prod(self.sizes.values())
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of processes, or groups of them, that read data of their own."""
+        """Number of processes, or groups of processes, that each read different data."""
         return self.dp_replicate_size * self.dp_shard_size
 
     @property
@@ -74,27 +75,27 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Dimensions larger than 1 whose processes read different data."""
+        """Names of the dimensions larger than 1 whose processes read different data."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Dimensions larger than 1 whose processes read the same data."""
+        """Names of the dimensions larger than 1 whose processes read the same data."""
         return self._active("tp", "cp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Dimensions larger than 1 that shard the weights."""
+        """Names of the dimensions larger than 1 that shard the weights."""
         return self._active("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Dimensions larger than 1 over which a loss is averaged."""
+        """Names of the dimensions larger than 1 over which a loss is averaged."""
         return self._active("dp_replicate", "dp_shard", "cp")
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Dimensions larger than 1."""
+        """Names of the dimensions larger than 1."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     def _active(self, *names: str) -> list[str]:
@@ -106,15 +107,17 @@ class ParallelismConfig:
         return names, tuple(self.sizes[name] for name in names)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Make torch's mesh of these sizes, with the combined dimensions dp, dp_shard_cp and dp_cp. Collective.
+        """Create torch's device mesh of these sizes, with the combined dimensions dp, dp_shard_cp and dp_cp.
+
+        Collective.
 
         Args:
             device_type: such as "cuda" or "cpu".
 
         Returns:
-            The mesh of all dimensions larger than 1; None if there is none.
+            The mesh of all dimensions larger than 1; None if there is no such dimension.
         """
-        from torch.distributed import device_mesh  # imported late: only who asks for a mesh pays for it
+        from torch.distributed import device_mesh  # imported late: only a mesh needs it
 
         if not self.active_mesh_dims:
             return None
@@ -127,7 +130,7 @@ class ParallelismConfig:
         return mesh
 
     def strategy(self) -> str | Strategy:
-        """Return the strategy for this mesh: "ddp" for copies only, else a `MeshStrategy`."""
+        """Return the strategy for this mesh: "ddp" if the weights are only replicated, else a `MeshStrategy`."""
         if self.active_mesh_dims in (["dp_replicate"], []):
             return "ddp"
         sizes = {"dp_replicate": self.dp_replicate_size, "dp_shard": self.dp_shard_size}

@@ -1,4 +1,4 @@
-"""Preparation: makes the objects that a loop uses from those of the user, and records all of them."""
+"""`PreparedRun`: the models, optimizers, loaders and schedulers of `Accelerator.prepare`, wrapped and recorded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": 
 
 
 class PreparedRun:
-    """Models, optimizers, loaders and schedulers that an Accelerator has prepared, and the active run of them.
+    """Models, optimizers, loaders and schedulers that an Accelerator has prepared, and its active run.
 
     Args:
         process: this process.
@@ -92,7 +92,7 @@ class PreparedRun:
 
     @property
     def syncs(self) -> bool:
-        """Whether the current micro-batch ends its window."""
+        """Whether the current micro-batch ends its accumulation window."""
         return self.run.gradient.sync_gradients
 
     @property
@@ -109,9 +109,9 @@ class PreparedRun:
     # ---- the run
 
     def begin(self) -> None:
-        """Become the active run."""
+        """Begin a run, and make it the active one."""
         plugin = self._accumulation
-        # strategy for all models: it steps, scales, and knows which rank reads which data
+        # strategy that steps and scales for all models, and knows which rank reads which data
         self.plain = copy.deepcopy(self._strategy)
         self.plain.connect(self.device, self.precision)
         self._active = True
@@ -121,7 +121,7 @@ class PreparedRun:
         self.window = Window(self.run, self.world_size, self.device)
 
     def end(self) -> None:
-        """Release everything. This run is then no longer the active one."""
+        """Release all prepared objects, and end the active run."""
         for loader in self.dataloaders:
             loader.close()
         self._forget()
@@ -165,8 +165,8 @@ class PreparedRun:
         items += [(name, item, None) for name, item in named.items()]
         self._given = [getattr(item, "optimizer", item) for _, item, _ in items if isinstance(item, Optimizer)]
         done: dict[int, Any] = {}
-        # Models come first, since they name and move parameters. Schedulers come last, since they need their
-        # optimizers.
+        # Models are prepared first, since this names and moves parameters. Schedulers are prepared last, since they
+        # need their optimizers.
         for phase in (self._prepare_model_item, self._prepare_middle_item, self._prepare_scheduler_item):
             for index, (name, item, place) in enumerate(items):
                 if index not in done:
@@ -196,7 +196,7 @@ class PreparedRun:
         known = self.inner(model)
         if known is not None:
             return self._wrapped[id(known)]
-        model = self._strategy.unwrap(model)  # the model may be one that was prepared before free_memory()
+        model = self._strategy.unwrap(model)  # the model may have been prepared before free_memory()
         self._claim_run()
         name = name or type(without_compile(model)).__name__
         if "." in name:
@@ -229,7 +229,10 @@ class PreparedRun:
         return self._wrapped[id(model)]
 
     def _wrap(self, strategy: Strategy, model: nn.Module) -> nn.Module:
-        """Wrap a model that is trained. A strategy that needs the optimizer for it finds it in the same `prepare`."""
+        """Wrap a model that is trained.
+
+        A strategy that wraps it with its optimizer needs both in one call of `prepare`.
+        """
         if not strategy.wraps_with_optimizer:
             return strategy.wrap(model)
         if self.plain in self._strategies.values():
@@ -289,7 +292,7 @@ class PreparedRun:
                 streams=config.streams,
             )
         kind = None
-        # it has the methods of torchdata's class, even if the data is not read through it
+        # the prepared loader has the methods of torchdata's class, even if the data is not read through that class
         if config.use_stateful_dataloader:
             kind = require("torchdata.stateful_dataloader", extra="data", purpose="use_stateful_dataloader=True")
             kind = kind.StatefulDataLoader
@@ -322,7 +325,7 @@ class PreparedRun:
         return prepared
 
     def _ask_again(self) -> None:
-        """Let the next backward check again that the models own the optimizers' parameters."""
+        """Make the next backward check again that the optimizers' parameters belong to prepared models."""
         self._checked, self.uses.waits = False, True
 
     def before_backward(self) -> None:
@@ -332,7 +335,10 @@ class PreparedRun:
         self.uses.report_backward()
 
     def _check_optimizers(self) -> None:
-        """Warn before the first backward of parameters in no prepared model: each rank trains these on its own."""
+        """Warn of parameters that are in no prepared model: each rank trains them on its own.
+
+        Called before the first backward.
+        """
         self._checked = True
         known = {p for strategy in self._strategies.values() for p in strategy.parameters()}
         for prepared in self.optimizers:
@@ -354,9 +360,9 @@ class PreparedRun:
 
     @property
     def main_strategy(self) -> Strategy:
-        """Strategy of the trained model if there can be only one, else that of the first model.
+        """Strategy of the trained model if the strategy allows only one, else the strategy of the first model.
 
-        Every strategy knows which part of the data this rank reads.
+        It is used for facts that all strategies share, such as which part of the data this rank reads.
         """
         trained = self.plain in self._strategies.values()
         return self.plain if trained else next(iter(self._strategies.values()), self.plain)
@@ -379,7 +385,7 @@ class PreparedRun:
                 optimizer.steps_taken = number
 
     def restore_counters(self, step: int, seed: int) -> None:
-        """Continue at the step and with the seed of a checkpoint."""
+        """Set the step and the seed to those of a checkpoint."""
         self._seed = seed
         for optimizer in self.optimizers:
             optimizer.steps_taken = step
@@ -387,14 +393,14 @@ class PreparedRun:
             loader.source.reseed(seed)
 
     def unscale(self, optimizer: AcceleratedOptimizer) -> None:
-        """Divide an optimizer's gradients by the scaler's factor and the window's divisor."""
+        """Divide an optimizer's gradients by the scaler's factor, and correct them for the accumulation window."""
         optimizer.correct_gradients()
         self.plain.gradients.unscale(optimizer.optimizer)
 
     def unscale_owners(self, parameters: Sequence[Tensor]) -> None:
         """Unscale the gradients of the optimizers that own these parameters.
 
-        Other optimizers may have no gradients yet.
+        Other optimizers are left alone, since they may have no gradients yet.
         """
         if self.plain.precision.scaler is not None or self.window.corrects:
             ids = {id(parameter) for parameter in parameters}
@@ -415,7 +421,10 @@ class PreparedRun:
         return self._strategies[id(inner)]
 
     def inner(self, model: nn.Module) -> nn.Module | None:
-        """Return the prepared model that is given, wrapped, or compiled after it was prepared."""
+        """Return the unwrapped prepared model that belongs to `model`; None if `model` was not prepared.
+
+        `model` may be wrapped or compiled.
+        """
         candidates = (model, without_compile(model))
         for inner in self.models.values():
             if any(one is inner or one is self._wrapped[id(inner)] for one in candidates):
@@ -423,7 +432,7 @@ class PreparedRun:
         return None
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
-        """Return the user's model from the one that `prepare` returned."""
+        """Return the user's model from a model that `prepare` returned."""
         inner = self.inner(model)
         if inner is None:
             return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
@@ -434,7 +443,7 @@ class PreparedRun:
         return inner if inner is not without_compile(inner) else compiled_as(model, inner)
 
     def set_accumulation(self, num_steps: int) -> None:
-        """Change the length of windows, from the next window on."""
+        """Change the length of accumulation windows, from the next window on."""
         self._accumulation = replace(self._accumulation, num_steps=num_steps)
         self.window.set_length(num_steps)
 
@@ -444,7 +453,8 @@ def choose_strategy(
 ) -> Strategy:
     """Return the strategy that the argument or the environment asks for."""
     count = process.num_processes
-    wanted = {} if options is None or count == 1 else options.options()  # a single process communicates nothing
+    # a single process needs no options of communication
+    wanted = {} if options is None or count == 1 else options.options()
     if strategy is None:
         strategy, asked = asked_strategy()
         wanted = {**asked, **wanted}
@@ -452,7 +462,7 @@ def choose_strategy(
 
 
 def precision_asked_for(mixed_precision: str | None) -> str:
-    """Return the name of the precision: the argument, else the environment's value, else "no"."""
+    """Return the name of the precision: the argument, else the value of the environment variable, else "no"."""
     if mixed_precision is None:
         asked = env.from_env("precision", precision_name) or "32-true"
         mixed_precision = next((short for short, name in _PRECISION.items() if name == asked), asked)
@@ -460,7 +470,7 @@ def precision_asked_for(mixed_precision: str | None) -> str:
 
 
 def make_precision(mixed_precision: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:
-    """Make the precision of all models of a run, with the options of its handlers."""
+    """Make the precision of all models of a run, with the options in `kwargs_handlers`."""
     if mixed_precision == "fp16" and device.type == "cpu":
         raise SettingError(
             "mixed_precision='fp16' needs a GPU: on a CPU it would silently train in float32. Use 'bf16' or 'no'.",
@@ -477,7 +487,7 @@ def make_precision(mixed_precision: str, device: torch.device, handlers: Mapping
 
 
 def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
-    """Return the accumulation settings: the plugin or the argument, else the environment's value, else 1."""
+    """Return the accumulation settings: the plugin or argument, else the value of the environment variable, else 1."""
     if plugin is None:
         if steps is not None:
             at_least(1)("gradient_accumulation_steps", steps)

@@ -1,10 +1,10 @@
-"""The place that `load_state` restored in a loader, until the script uses it.
+"""How a loader continues at the place that `load_state` restored, until the script uses a batch.
 
-After K batches of an epoch a script either goes on with what the loader gives, or passes over K batches by itself (`if
-step < done: continue`, `itertools.islice`). Only a *use* of a batch shows which of the two it does. A use is a forward
-of a prepared model with gradients on, `accelerator.backward`, a step, or a change in the gradient or value of a
-parameter that a prepared optimizer owns. Neither `next` nor a forward under `no_grad` is a use. Until the first use,
-each pass begins at K again:
+After a resume with K finished batches in the epoch, a script either uses the batches that the loader yields, or skips K
+batches by itself (`if step < done: continue`, `itertools.islice`). Only a *use* of a batch shows which of the two the
+script does. A use is a forward of a prepared model with gradients on, `accelerator.backward`, a step, or a change in
+the gradient or value of a parameter that a prepared optimizer owns. Neither `next` nor a forward under `no_grad` is a
+use. Until the first use, each pass begins at K again:
 
 | state     | the next batch                              | what ends it                                             |
 |-----------|---------------------------------------------|----------------------------------------------------------|
@@ -15,12 +15,13 @@ each pass begins at K again:
 | used      | after the used one the next in order        | the end of the pass                                      |
 
 The first use changes any state to "used". "Offering" changes to "straight" if the script holds all batches that it was
-given (it reads ahead), or if a prepared model has evaluated a batch. So no used batch comes again, a batch that was
-passed over for another reason is left out, and an unused pass has as many batches as a whole one.
+given (it reads ahead), or if a prepared model has evaluated a batch. So no used batch comes again, a batch that the
+script skipped for another reason is left out, and a pass in which no batch is used has as many batches as a whole
+epoch.
 
-A script that holds several batches at its first use either reads ahead, or takes all batches of a window at once. Its
-calls of `accelerator.backward` show which batches are done. Without these calls, all batches that it was given count as
-done, unless the script is always ahead by the same number.
+A script that holds several batches at its first use either reads ahead, or takes all batches of an accumulation window
+at once. Its calls of `accelerator.backward` show which batches are done. Without these calls, all batches that it was
+given count as done, unless the script is always ahead by the same number.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 _END = object()
 _CONTAINERS = (tuple, list, dict, zip)
-_DEPTH = 4  # levels of references: from a tensor over its batch and the tuple of a zip to the zip itself
+_DEPTH = 4  # levels of references to follow: from a tensor to its batch, to the tuple of a `zip`, to the `zip` itself
 _ADVICE = (
     "Leave the place to load_state, and take the script's own skipping out; or skip with "
     "accelerator.skip_first_batches(loader, n), which counts from the epoch's beginning"
@@ -53,10 +54,10 @@ _ADVICE = (
 
 
 class RestoredPlace:
-    """Place in a loader that `load_state` restored.
+    """Place in a loader's data that `load_state` restored: an epoch, and a number of finished batches.
 
     Args:
-        state: state of the loader; a save before the first use writes it again.
+        state: saved state of the loader. A save before the first use of a batch writes this state again.
         epoch: epoch that the next pass continues or begins.
         batches: how many batches of the epoch are done, as counted by the processes that did them. Another number of
             processes may have had more or fewer samples per batch.
@@ -66,7 +67,7 @@ class RestoredPlace:
         self.state, self.epoch, self.batches = state, epoch, batches
         self.held: int = state.get("held", 1)
         """How many batches the script held at its first use, in the run that saved the state."""
-        self._left = False  # whether a pass has moved the source away from this place
+        self._left = False  # whether a pass may have moved the source away from this place
 
     def go(self, source: PreparedLoader) -> None:
         """Move the source to this place."""
@@ -82,7 +83,7 @@ class RestoredPlace:
 
 
 class Uses:
-    """Uses of a run's batches. They are reported to the passes that wait for their first use.
+    """Reporter of uses of a run's batches (forward, backward, step) to the passes that wait for their first use.
 
     Args:
         models: function that returns the prepared models in the form that is called.
@@ -91,8 +92,8 @@ class Uses:
 
     Attributes:
         waits: whether `backward` must be reported.
-        block: inside `accumulate`, the ids of its models, and whether a backward has run; later ones there belong to
-            the same batch. None outside of `accumulate`.
+        block: inside an `accumulate` block, the ids of its models, and whether a backward has run; later backwards in
+            the block belong to the same batch. None outside of `accumulate`.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Uses:
             active.opening.evaluates = True
 
     def forget_beginnings(self) -> None:
-        """Forget the places at an epoch's beginning of loaders that are not running, since the training has begun."""
+        """Drop restored places at an epoch's beginning, of loaders that are not being read: the training has begun."""
         for loader in self._loaders():
             loader.forget_beginning()
 
@@ -139,22 +140,22 @@ class Uses:
 
 
 class Opening:
-    """The first batches of a pass, until one of them is used.
+    """Record of the first batches of a pass, until the script uses one of them.
 
     Args:
         loader: loader of the pass.
         uses: object that reports uses.
-        raw: the pass's batches, before they are moved to the device.
+        raw: batches of the pass, before they are moved to the device.
         place: the restored place, or None.
-        goes_on: whether the pass begins at the restored place, and not where the script asks for.
+        goes_on: whether the pass begins at the restored place, and not at a batch that the script has chosen.
         offers: whether the script may skip the finished batches itself.
 
     Attributes:
         rest: the batches after the first ones, on the device.
         used: whether one of the first batches was used.
         evaluates: whether a prepared model has run without gradients on a batch of the pass.
-        held: how many batches the script held at the first use.
-        always_ahead: whether the script reads ahead, by one batch less than it held; None if not known yet.
+        held: how many batches the script held when it first used one.
+        always_ahead: whether the script reads ahead, by one batch less than `held`; None if this is not known yet.
         outlasts: whether the pass has ended, and the script still holds batches that it may use.
     """
 
@@ -177,14 +178,14 @@ class Opening:
         self._offers = offers and self._goes_on
         self._warns = offers and goes_on and place is not None
         self._given: list[list[weakref.ref[Any]]] = []
-        # batches yielded before the script had passed over all finished ones
+        # batches that were yielded before the script had skipped all finished batches
         self._before: list[list[weakref.ref[Any]]] = []
         self._skipped = False
         self._hooks: list[Any] = []
         self._marks: list[Any] = []
-        self._asked = 0  # how often the script has requested a batch since the first use
+        self._asked = 0  # how many batches the script has requested since the first use
         self._group = 1  # batches that the script got between two uses
-        # backward calls since the script got these batches, counted for each group of models
+        # backward calls since the script got the batches of this group, counted for each group of models
         self._backwards_of = Counter[tuple[int, ...]]()
         self._sums = False  # whether one backward covers several batches
         uses.waits = True
@@ -212,7 +213,7 @@ class Opening:
     # ---- uses
 
     def look(self) -> bool:
-        """Check for a use that was not reported; return True if a batch is used."""
+        """Check for a use of a batch that was not reported; return True if a batch has been used."""
         loader = self._loader
         if not self.used and loader.opening is self:
             changed = self._place is not None and self._uses.marks() != self._marks
@@ -224,7 +225,7 @@ class Opening:
         """Record the first use of a batch.
 
         Raises:
-            UsageError: a batch was yielded twice, and the script holds both.
+            UsageError: a batch was yielded twice, and the script holds both copies.
         """
         if self.used:
             return
@@ -237,7 +238,7 @@ class Opening:
         self._loader.use_up(place)
         self._uses.forget_beginnings()
         if any(map(_is_alive, self._before)):
-            gc.collect()  # a reference cycle may hold the batches
+            gc.collect()  # dropped batches may still be held by a reference cycle
         if any(map(_is_held, self._before)):
             raise UsageError(
                 f"after load_state the script asked for {len(self._before) + len(self._given)} batches before it used "
@@ -254,7 +255,10 @@ class Opening:
             )
 
     def count_backward(self, models: tuple[int, ...]) -> None:
-        """Count a backward of some models. Models that are trained together have one backward for each used batch."""
+        """Count a backward of a group of models.
+
+        Models that are trained together have one backward for each used batch.
+        """
         self._backwards_of[models] += 1
 
     @property
@@ -262,7 +266,7 @@ class Opening:
         return max(self._backwards_of.values(), default=0)
 
     def end(self) -> None:
-        """Warn if the script has passed over all batches of the pass."""
+        """Warn if the script has skipped all batches of the pass."""
         self.stop_watching()
         if self._offers and not self.used and not self.evaluates and self._given and self._place is not None:
             warn_user(
@@ -275,7 +279,8 @@ class Opening:
     def ahead(self) -> int:
         """Number of batches that the script holds and has not used."""
         always = self.always_ahead and not self.outlasts
-        if always is None:  # not known, so as in the previous pass, or by whether the script used the batch that it got
+        # not known yet: decide by the previous pass, or by whether the script has used the batch that it got
+        if always is None:
             always = self._has_used if self._asked else self._loader.reads_ahead
         if always:
             return self.held - 1
@@ -292,11 +297,11 @@ class Opening:
         return self._loader.batches_done == self._loader.batch_idx + 1
 
     def _ask(self) -> bool:
-        """Record that the script requests the next batch; return True if it has used one."""
+        """Record that the script requests the next batch; return True if it has used a batch before."""
         if not self.look():
             return False
         self._asked += 1
-        # a script that takes several batches at once has got this one and not used it
+        # a script that takes several batches at once has not used the last batch yet; a script that reads ahead has
         if self._asked == 2 and self.held > 1:
             self.always_ahead = self._has_used and not _is_alive(self._given[0])
         if not self._has_used:
@@ -310,7 +315,7 @@ class Opening:
     # ---- batches
 
     def batches(self) -> Iterator[tuple[int, Any]]:
-        """Yield the first batches of the pass with their numbers. The later ones are in `rest`."""
+        """Yield the first batches of the pass with their numbers. The later batches are in `rest`."""
         source = self._loader.source
         number = source.first_batch
         if self._offers:
@@ -318,7 +323,7 @@ class Opening:
             while kept:
                 raw, source.share = kept.pop(0)
                 batch = self._give(self._moved(raw))
-                del raw  # so that nothing keeps a batch that the script passes over
+                del raw  # so that no reference to a batch remains after the script has skipped it
                 yield number, batch
                 number += 1
                 self._ask()
@@ -333,7 +338,7 @@ class Opening:
         else:
             return
         if self.used:
-            # this request found no batch, so it does not count
+            # the last request found no batch, so it does not count
             self._group = self.held - 1 if self.always_ahead else self._group - 1
             self.outlasts = self.held > 1 and self._group > 0
         elif self._place is None:
@@ -344,7 +349,10 @@ class Opening:
             self.outlasts = self._given != [] and self._reads_ahead(len(self._given))
 
     def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
-        """Yield batches that the script may skip; return the kept batches after these, and the first one's number."""
+        """Yield batches that the script may skip.
+
+        Return the kept batches that follow, and the number of the first of them.
+        """
         assert self._place is not None
         kept: list[tuple[Any, Any]] = []
         source, most, passed = self._loader.source, self._loader.most_kept, 0
@@ -367,7 +375,7 @@ class Opening:
         return kept, first
 
     def _before_place(self) -> Iterator[tuple[int, Any]]:
-        """Yield the epoch's batches before the place, since an evaluation needs all of them."""
+        """Yield the batches of the epoch before the restored place, since an evaluation needs all batches."""
         source = self._loader.source
         source.start_before()
         for number, batch in enumerate(self._loader.moved(iter(source))):
@@ -379,13 +387,13 @@ class Opening:
         return self.used and (self.held == 1 or (self.always_ahead is True and self.held == 2))
 
     def _reads_ahead(self, passed: int) -> bool:
-        """Return True if the script holds the batches that it got, and will use them."""
+        """Return True if the script still holds the batches that it got, so that it probably will use them."""
         assert self._place is not None
         if self._place.held > 1:
             return passed < self._place.held
         if passed < 2 or not all(map(_is_alive, self._given[:-1])):
             return False
-        gc.collect()  # a reference cycle may hold the batches
+        gc.collect()  # dropped batches may still be held by a reference cycle
         return all(map(_is_held, self._given[:-1]))
 
     def _moved(self, raw: Any) -> Any:
@@ -393,19 +401,23 @@ class Opening:
 
     def _give(self, batch: Any) -> Any:
         if not self.used:
-            batch = map_leaves(_alias, batch)  # an alias: data that keeps its batches must not keep this object alive
+            # new tensor objects, since data that keeps its own batches would keep the original objects alive
+            batch = map_leaves(_alias, batch)
             self._given.append([weakref.ref(leaf) for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)])
         return batch
 
 
 class _ForwardWatch:
-    """Forward pre-hook of the prepared models. A copy of a model gets a hook that does nothing."""
+    """Forward pre-hook of prepared models that reports each forward.
+
+    A pickled or copied model gets a hook that does nothing.
+    """
 
     def __init__(self, loader: AcceleratedLoader, uses: Uses) -> None:
         self._loader, self._uses = loader, uses
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():  # a branch that is compiled would stay in the graph
+        if not torch.compiler.is_compiling():  # otherwise the call would be compiled into the graph
             self._uses.report_forward(self._loader.active)
 
     def __reduce__(self) -> Any:
@@ -417,11 +429,11 @@ def _no_watch() -> Callable[..., None]:
 
 
 def _ignore(module: nn.Module, args: Any) -> None:
-    """Do nothing."""
+    """Do nothing, as the hook of a copied model."""
 
 
 def most_kept(num_steps: int, held: int) -> int:
-    """Return how many batches to keep at most, while it is not known whether the script skips the finished ones."""
+    """Return the largest number of batches to keep, as long as the script may still skip the finished batches."""
     return max(held, 2 * num_steps + 2)
 
 
@@ -438,7 +450,7 @@ def _is_alive(batch: list[weakref.ref[Any]]) -> bool:
 
 
 def _is_held(batch: list[weakref.ref[Any]]) -> bool:
-    """Return True if the script holds a batch, and not only an iterator such as `enumerate(zip(a, b))`."""
+    """Return True if the script itself holds a batch, and not only an iterator such as `enumerate(zip(a, b))`."""
     held = [leaf for leaf in (ref() for ref in batch) if leaf is not None]
     holders: list[Any] = held
     for _ in range(_DEPTH if held else 0):

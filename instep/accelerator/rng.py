@@ -1,4 +1,4 @@
-"""Random generators over ranks: seeding, and synchronizing their states."""
+"""Seeding the random generators, and setting them to the same state on all ranks."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_states(
     types: Sequence[str] = ("torch", "cuda", "python", "numpy"), generator: torch.Generator | None = None
 ) -> None:
-    """Set the random generators of all ranks to the states of rank 0's. Collective.
+    """Set the random generators of all ranks to the states that they have on rank 0. Collective.
 
     Args:
         types: the generators: "torch" (of the CPU), "cuda" and "xpu" (of the current device, if there is one),
             "python", "numpy", "generator".
-        generator: one more generator to set; required if `types` has "generator".
+        generator: one more torch generator to set; required if `types` has "generator".
 
     Raises:
-        SettingError: a type is unknown, or there is no generator.
+        SettingError: a type is unknown, or `types` has "generator" and `generator` is None.
 
     Example:
         >>> synchronize_rng_states(["torch", "python"])
@@ -67,7 +67,7 @@ def synchronize_rng_states(
         name: state[name] for name in ("torch", "python", "numpy") if name in types and name in state
     }
     devices = [name for name in ("cuda", "xpu") if name in types and getattr(torch, name).is_available()]
-    # Only the current device's generator: on another rank the device has another number.
+    # Only the current device's generator is set, since the current device of another rank has another index.
     chosen.update({name: getattr(torch, name).get_rng_state() for name in devices})
     if generator is not None:
         chosen["generator"] = generator.get_state()

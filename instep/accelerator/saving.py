@@ -1,11 +1,11 @@
-"""State of an Accelerator: what `save_state` collects, and how `load_state` restores all of it or parts.
+"""State of an Accelerator: what `save_state` collects, and how `load_state` restores all or some parts of the state.
 
-The files are those of `checkpoint/run_state.py`; with several models a weight is called `<model>.<name>`. The ranks
+`checkpoint/run_state.py` writes the files; with several models a weight is called `<model>.<name>`. The ranks
 share counters, schedulers, scaler, loaders, registered objects and seed (`accelerator.json`).
 
-Nothing is matched by the order in `prepare`: models are matched by name, optimizers by the names of their parameters,
-schedulers by class and optimizer, loaders by name or data, registered objects by name. Two objects with one name are
-refused.
+Saved states are not matched by the order in `prepare`: models are matched by name, optimizers by the names of their
+parameters, schedulers by class and optimizer, loaders by name or data, registered objects by name. Two objects with the
+same name raise an error.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HookHandle:
 
 
 class States(RunSaver):
-    """Saver and loader of everything that is prepared and registered.
+    """Saver and loader of the states of all prepared and registered objects.
 
     Args:
         prepared: the prepared objects.
@@ -87,9 +87,10 @@ class States(RunSaver):
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
-        # distinguishes this run's states from those of other runs; `load` continues the line of the loaded state
+        # distinguishes the states that this run saves from those of other runs; `load` continues the line of the loaded
+        # state
         self.line = Line()
-        # whether this run has saved or loaded a state, so that "newest" means the newest of its own line
+        # whether this run has saved or loaded a state. Then the newest state is searched only in this run's own line
         self.goes_on = False
         self.pending: PendingSave | None = None
 
@@ -110,14 +111,14 @@ class States(RunSaver):
         weights = {name: dict(self.prepared.strategy_of(model).model_state()) for name, model in models.items()}
         optimizers, seed = _optimizers(self), self.prepared.seed
 
-        def write(writer: BaseWriter) -> None:  # must not wait for other ranks
+        def write(writer: BaseWriter) -> None:  # this function must not wait for other ranks
             kept = _run_save_hooks(self, weights, writer.folder) if isinstance(writer, Writer) else weights
             _collect(self, kept, optimizers, seed).write(writer)
 
         return self.prepared.step, write, {"kind": KIND, **info}
 
     def own_states(self) -> list[Saved]:
-        """List this run's states in its own folder, oldest first. Collective."""
+        """List the states of this run in the project's folder, oldest first. Collective."""
         root = self.store(None).root
 
         def look() -> list[Saved]:
@@ -127,7 +128,7 @@ class States(RunSaver):
         return on_rank_zero(look, f"looking at {root}")
 
     def wait(self) -> Path | None:
-        """Wait for a running save. Collective."""
+        """Wait for a running save, and return its checkpoint; None if no save was running. Collective."""
         pending, self.pending = self.pending, None
         return None if pending is None else self.finish(pending)
 
@@ -155,7 +156,7 @@ class States(RunSaver):
 
 
 def save(states: States, path: Path | None, background: bool = False) -> Path | None:
-    """Save everything that was prepared or registered; return None if the save runs in the background. Collective."""
+    """Save all prepared and registered objects; return None if the save runs in the background. Collective."""
     if background and states.save_hooks:
         raise UsageError(
             "save_state(background=True) copies states and lets a thread write them, but a hook before save_state "
@@ -201,7 +202,7 @@ def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
 
 
 def _take_up_line(states: States, reader: Reader) -> None:
-    """Continue the run of a state; or begin a new run if later states of it exist. Collective."""
+    """Continue the run that saved a state; if this run has later states, begin a new run. Collective."""
     roots = [reader.path.parent]
     if states.project.project_dir is not None and states.project.automatic_checkpoint_naming:
         roots.append(states.store(None).root)
@@ -232,11 +233,11 @@ def _saved_run(reader: Reader) -> SavedRun:
     return SavedRun(reader, "accelerator", "an Accelerator", lambda state: check(state, _SHARED, "it"), _RANK)
 
 
-# ---- out
+# ---- saving
 
 
 def _run_save_hooks(states: States, weights: Mapping[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run the hooks before a save; return the state dicts that they have left in the list, by model."""
+    """Run the hooks before a save; return, by model, the state dicts that the hooks have left in the list."""
     left = list(weights.values())
     for hook in states.save_hooks:
         hook(list(states.prepared.models.values()), left, folder)
@@ -257,7 +258,10 @@ def _collect(
     optimizers: Mapping[str, tuple[Optimizer, dict[str, Any]]],
     seed: int,
 ) -> RunState:
-    """Collect this rank's state: first the collective part, then the rest, which must not wait for a rank."""
+    """Collect this rank's state into a `RunState`.
+
+    The collective part is done before; this function must not wait for a rank.
+    """
     window, strategy = states.prepared.window, states.prepared.main_strategy
     loaders: dict[str, Any] = {}
     own_loaders: dict[str, Any] = {}
@@ -298,7 +302,7 @@ def _own_weights(states: States, weights: Mapping[str, Mapping[str, Any]]) -> di
     return merged
 
 
-# ---- what each thing is called, on the way out and in
+# ---- names of objects in a checkpoint
 
 
 def _keyed(what: str, items: Iterable[tuple[str, T]], advice: str) -> dict[str, T]:
@@ -321,7 +325,7 @@ def whole(models: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def named_loaders(loaders: Iterable[AcceleratedLoader]) -> dict[str, AcceleratedLoader]:
-    """Return loaders by their given name, or by a name of their data."""
+    """Return loaders by the name that the user gave, or else by a name made from their data set."""
     advice = "Give names of their own: accelerator.prepare(train=..., val=...)."
     return _keyed("loaders", ((loader.name or _data_name(loader.dataset), loader) for loader in loaders), advice)
 
@@ -339,11 +343,11 @@ def _optimizers(states: States) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
 
 
 def _of_all(states: States) -> Strategy:
-    """Return one strategy for all models, since an optimizer may hold parameters of several."""
+    """Return one strategy for all models, since an optimizer may hold parameters of several models."""
     if len(states.prepared.models) == 1:
         return states.prepared.main_strategy
     main = states.prepared.main_strategy
-    strategy = object.__new__(type(main))  # a copy by `copy` would not have the state of the run
+    strategy = object.__new__(type(main))  # copy.copy would not take over the state of the run
     strategy.__dict__.update(main.__dict__, module=whole(states.prepared.models))
     return strategy
 
@@ -353,7 +357,7 @@ def _parameters(tree: Mapping[str, Any]) -> str:
 
 
 def _schedulers(states: States, optimizers: Sequence[Optimizer | None]) -> dict[str, Any]:
-    """Return the user's schedulers, by class and the places of their optimizers in the checkpoint."""
+    """Return the user's schedulers by name: their class, and the indices of their optimizers in the checkpoint."""
     items: list[tuple[str, Any]] = []
     for known in states.prepared.schedulers:
         places = ", ".join(map(str, known.places(optimizers)))
@@ -365,7 +369,7 @@ def _schedulers(states: States, optimizers: Sequence[Optimizer | None]) -> dict[
     return _keyed("schedulers", items, advice)
 
 
-# ---- in
+# ---- loading
 
 
 def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeReport) -> None:
@@ -387,7 +391,7 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
     for hook in states.load_hooks:
         hook(left, saved.path)
     kept = {name: model for name, model in models.items() if any(model is other for other in left)}
-    if kept or not models:  # hooks load the models that they have removed from the list
+    if kept or not models:  # if the hooks have removed all models from the list, they have loaded them
         _restore_models(states, kept, saved, parts.strict is not False, report)
     if parts.optimizer or parts.schedulers:
         _restore_optimizers_and_schedulers(states, saved, parts, report)
@@ -408,7 +412,10 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
 
 
 def _places_of_another_world(states: States, saved: SavedRun) -> dict[str, Any]:
-    """Return the places of loaders whose state differs per rank; they fit only if all ranks were between two epochs."""
+    """Return the restored places of loaders with a state of their own on each rank.
+
+    They exist only if all ranks were between two epochs.
+    """
     names, world_size = saved.shared["rank_loaders"], saved.shared["world_size"]
     if not names:
         return {}
@@ -429,7 +436,8 @@ def _restore_models(
     states: States, models: Mapping[str, nn.Module], saved: SavedRun, strict: bool, report: ResumeReport
 ) -> None:
     names: list[str] = saved.shared["models"]
-    if len(models) != 1 or len(names) != 1:  # a single model fits by the names of its parameters, whatever it is called
+    # a single model is matched by its parameter names, whatever its own name is
+    if len(models) != 1 or len(names) != 1:
         taken = states.prepared.models.keys() - models
         _same_names(saved.path, "models", [name for name in names if name not in taken], models)
     tensors = saved.model_state(lazy=states.prepared.main_strategy.sharded) if names else {}
@@ -440,7 +448,8 @@ def _restore_models(
         try:
             load_model_state(strategy.load_model_state, strategy.model_shapes(), state, strict, report, prefix)
         except RuntimeError as error:
-            wrong = " ".join(str(error).split()).rstrip(".")  # as one line, since most readers show only the first line
+            # as one line, since most tools show only the first line of an error
+            wrong = " ".join(str(error).split()).rstrip(".")
             raise CheckpointError(
                 f"the weights of {saved.path} do not fit {name}: {wrong}. Prepare the model that was saved, or load "
                 "what fits by load_state(..., resume=Resume(strict=False)).",
@@ -489,7 +498,8 @@ def _restore_optimizers(states: States, saved: SavedRun, parts: Resume, report: 
         if parts.optimizer:
             with loading_state(saved.path, f"the optimizer {own['optimizer']}"):
                 report.left_out += strategy.load_optimizer_state(optimizer, trees[place], strict)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
+        # schedulers read this attribute, to warn of a wrong order
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         order[place] = optimizer
     if strict and len(here) < len(trees):
         raise _differs(saved.path, f"{len(here)} optimizers", [tree["optimizer"] for tree in trees])
@@ -497,7 +507,7 @@ def _restore_optimizers(states: States, saved: SavedRun, parts: Resume, report: 
 
 
 def _nearest(own: Mapping[str, Any], trees: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the saved optimizer that shares the most parameters with this one; None if none shares any."""
+    """Return the index of the saved optimizer that shares the most parameters with this one; None if there is none."""
     shared = [len(own["shapes"].keys() & tree["shapes"].keys()) for tree in trees]
     return shared.index(max(shared)) if any(shared) else None
 

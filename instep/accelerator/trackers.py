@@ -20,7 +20,7 @@ _MOST_KEPT = 10_000  # records that are kept before init_trackers()
 
 
 class LoggerType(Word):
-    """Names for `Accelerator(log_with=...)`, in addition to registered ones. Each value equals its text."""
+    """Names for `Accelerator(log_with=...)`; registered trackers have names too. Each value equals its text."""
 
     ALL = "all"
     AIM = "aim"
@@ -37,10 +37,11 @@ class LoggerType(Word):
 
 
 class GeneralTracker:
-    """Base of a tracker that writes all values of `accelerator.log`. For numbers only, a `Logger` does more.
+    """Base class of a tracker that gets all values of `accelerator.log`.
 
-    A subclass must have the attributes `name` and `requires_logging_directory`, and the property `tracker`, which is
-    the object that it writes with. Its methods run only on the main process, unless `main_process_only` is False.
+    If they are numbers only, a `Logger` offers more. A subclass must have the attributes `name` and
+    `requires_logging_directory`, and the property `tracker`, which is the object that the tracker writes with. Its
+    methods run only on the main process, unless `main_process_only` is False.
 
     Raises:
         NotImplementedError: the subclass lacks one of the three attributes.
@@ -76,10 +77,10 @@ class GeneralTracker:
         """Write hyperparameters."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write values; `kwargs` is this tracker's part of `log_kwargs`."""
+        """Write values; `kwargs` are the entries of `log_kwargs` for this tracker."""
 
     def finish(self) -> None:
-        """Close what `start` opened."""
+        """Close the files or connections that `start` opened."""
 
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {}
@@ -89,14 +90,14 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {}
 def register_tracker_class(tracker_class: type[Any]) -> None:
     """Register a class of trackers under its `name`, for `Accelerator(log_with=...)`.
 
-    `init_trackers` makes an object of it with the project's name, the logging folder (if `requires_logging_directory`
-    is true), and its part of `init_kwargs`.
+    `init_trackers` makes an object of this class with the project's name, the logging folder (if
+    `requires_logging_directory` is true), and its part of `init_kwargs`.
 
     Args:
         tracker_class: a subclass of `GeneralTracker`.
 
     Raises:
-        SettingError: the class is no subclass of `GeneralTracker`, or lacks `name` or `requires_logging_directory`.
+        SettingError: the class is not a subclass of `GeneralTracker`, or lacks `name` or `requires_logging_directory`.
 
     Example:
         >>> from instep.accelerator import Accelerator
@@ -131,7 +132,7 @@ LogWith: TypeAlias = "str | Logger | GeneralTracker | Sequence[str | Logger | Ge
 
 
 class Trackers:
-    """Loggers of an Accelerator, used by `log_with`, `init_trackers`, `log` and `end_training`.
+    """Loggers and trackers of an Accelerator, behind `log_with`, `init_trackers`, `log` and `end_training`.
 
     Values that are logged before `init` are kept, and written by `init`.
 
@@ -180,7 +181,7 @@ class Trackers:
         """Make and start the loggers.
 
         Raises:
-            UsageError: the loggers run already.
+            UsageError: the loggers are already started.
             SettingError: `init_kwargs` is for a logger that `log_with` does not name.
         """
         TEXT("project_name", project_name)
@@ -203,7 +204,7 @@ class Trackers:
                 logger = kind(**{kind.project_argument: project_name, **init_kwargs.get(item, {})})
             else:
                 logger = item
-            # Other trackers separate projects themselves.
+            # Loggers with another project argument, such as wandb, separate projects themselves.
             place = folder / project_name if type(logger).project_argument == "name" else folder
             logger.delivery.start(place, is_main=self._is_main)
             self._started[name] = logger
@@ -239,13 +240,13 @@ class Trackers:
 
     @property
     def started(self) -> list[Any]:
-        """The loggers and trackers that run."""
+        """The loggers and trackers that are started."""
         return list(self._started.values())
 
     def log(
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Log values. Without a step, they get the step after the last one."""
+        """Log values. If `step` is None, it is the step after the last one."""
         if not isinstance(values, Mapping):
             raise wrong("values", values, "numbers or texts by name, such as {'loss': 0.5}")
         if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
@@ -291,8 +292,8 @@ class Trackers:
         """Return a started logger, or the object that it writes with.
 
         Args:
-            name: name as in `log_with`; for a `Logger` object its kind ("csv") or its class. A second logger of one
-                kind has "-2" at the end, and so on.
+            name: name as in `log_with`; for a `Logger` object its kind ("csv") or the name of its class. The second
+                logger of one kind has "-2" at the end.
             unwrap: whether to return the writer, such as TensorBoard's. On ranks other than the main one it is an
                 object whose methods do nothing.
         """

@@ -1,4 +1,4 @@
-"""Wrappers of a model: a compiled module, a wrapper of several processes, a forward in another precision."""
+"""Wrappers of a model, put on and taken off: torch.compile, DataParallel and DDP, a forward in another precision."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from instep.strategies import Precision
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """Return the module inside of a compiled one."""
+    """Return the original module of a compiled one; return any other module unchanged."""
     return getattr(model, "_orig_mod", model)
 
 
 def compiled_as(compiled: nn.Module, model: nn.Module) -> nn.Module:
-    """Compile a module in the way of `compiled`. If that one is not compiled, return the module.
+    """Compile `model` with the same options as `compiled`. If `compiled` is not compiled, return `model` unchanged.
 
-    `compiled` is not changed, since whoever still trains with it needs its wrapper of several processes.
+    `compiled` itself is not changed: the training may still use it, with its DataParallel or DDP wrapper.
     """
     known: Any = compiled
     inner = without_compile(compiled)
@@ -39,7 +39,7 @@ def extract_model_from_parallel(
 
     Args:
         model: a model that may be wrapped or compiled.
-        keep_fp32_wrapper: whether to keep a wrapper that changes the precision of its forward.
+        keep_fp32_wrapper: whether to keep a wrapper that changes the precision of the model's forward.
         keep_torch_compile: whether to keep the wrapper of `torch.compile`.
         recursive: whether to unwrap the modules inside too, which changes the model in place.
 
@@ -83,7 +83,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that calls another one and converts its 16-bit results to float32.
+    """Return a function that calls another function and converts its 16-bit results to float32.
 
     Args:
         model_forward: the other function, such as a model's forward.
@@ -99,11 +99,12 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 class _Forward:
     """Forward of a module under autocast, with float32 outputs. It is bound to the module like a method.
 
-    So a deep copy of the module, for instance for averaged weights, computes with its own weights.
+    Because of this, a deep copy of the module, for instance for averaged weights, computes with its own weights.
     """
 
     def __init__(self, own: Callable[..., Any] | None, precision: Precision) -> None:
-        self.own = own  # attribute of the module that had replaced the forward of its class
+        # `forward` that was set on the module object and replaced the one of its class; None if there was none
+        self.own = own
         self.precision = precision
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -116,14 +117,14 @@ class _Forward:
 
 
 def put_on(model: nn.Module, precision: Precision) -> None:
-    """Let a module compute in a precision, if the precision needs a context."""
+    """Make a module's forward run in a precision, if the precision needs an autocast context."""
     take_off(model)
     if precision.context() is not None:
         model.forward = MethodType(_Forward(model.__dict__.get("forward"), precision), model)
 
 
 def take_off(model: nn.Module) -> None:
-    """Undo `put_on`, if it was done."""
+    """Restore the forward that `put_on` has replaced, if it has."""
     function = getattr(model.__dict__.get("forward"), "__func__", None)
     if isinstance(function, _Forward):
         del model.forward

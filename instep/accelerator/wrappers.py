@@ -1,6 +1,6 @@
-"""Results of `Accelerator.prepare`: models, optimizers and schedulers that act only at the ends of windows.
+"""Prepared optimizers and schedulers, which step only at the ends of accumulation windows, and these windows.
 
-`Window` knows the loop's place in an accumulation window, and the weight of each loss in it.
+`Window` computes the loop's place in an accumulation window, and the weight of each loss.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Window:
-    """The accumulation window of one Accelerator.
+    """The current accumulation window of an Accelerator: the micro-batches of one optimizer step.
 
-    A window belongs to the loader that is trained on: the place in it follows from the number of the batch, not from a
-    count of calls. So an evaluation loop that is left early changes nothing, a second `accumulate` for the same batch
-    (the two halves of a GAN) stays in its micro-batch, and a resumed epoch has the same windows.
+    A window belongs to the loader that is trained on: its place in the epoch follows from the number of the batch, not
+    from a count of calls. So an evaluation loop that is left early changes nothing, a second `accumulate` for the same
+    batch (the two halves of a GAN) stays in its micro-batch, and a resumed epoch has the same windows.
 
     Args:
         run: the run whose gradient record is written.
@@ -53,17 +53,18 @@ class Window:
         """Micro-batches of the open window so far, or of the one that ended last."""
         self.begin = 0
         """The number of its first batch."""
-        self._places: dict[int, tuple[int, int]] = {}  # last seen place of each running loader
-        # loader of the last step, and the places of running loaders at that step
+        self._places: dict[int, tuple[int, int]] = {}  # by id of a running loader: its place when it was last looked at
+        # the loader that the last optimizer step trained on, and the places of running loaders at this step
         self._stepped: tuple[AcceleratedLoader | None, dict[int, tuple[int, int]]] = None, {}
-        self._calls = 0  # count of micro-batches, for windows that do not end with a loader
+        self._calls = 0  # number of micro-batches so far, for windows that do not end with a loader's epoch
         self._entered = self._inside = False
         self._items: Tensor | float | None = None
         self._items_of_batch: Tensor | float | None = None
         self._plain = self._warned = False
         self.joins = False
         """Whether ranks that have no data left wait for the others, under `join_uneven_inputs`."""
-        self._next: int | None = None  # new length of windows that is not in use yet; None: unchanged
+        # new length of windows, which is not in use yet; None if the length does not change
+        self._next: int | None = None
         self._factor: Tensor | float | None = None
 
     def set_length(self, num_steps: int) -> None:
@@ -77,7 +78,7 @@ class Window:
             self._change(None)
 
     def _change(self, loader: AcceleratedLoader | None) -> None:
-        """Use the new length if both lengths begin a window here.
+        """Start to use the new length, if a window of either length begins at the current batch.
 
         A loader's windows begin at multiples of their length.
         """
@@ -95,7 +96,7 @@ class Window:
         loader = self.loader
         if loader is not None and not moved and self._entered:
             self._inside = True
-            return gradient.sync_gradients  # `enter` was already called for this batch
+            return gradient.sync_gradients  # this batch is already counted
         if self._next is not None and gradient.sync_gradients:
             self._change(loader)
         num_steps = gradient.num_steps
@@ -133,10 +134,10 @@ class Window:
         self._inside = False
 
     def _look(self) -> bool:
-        """Find the running loader that is trained on; return True if a running loader has a new batch.
+        """Find the running loader that is trained on. Return True if a running loader has a new batch.
 
-        It stays the same loader as long as it yields batches. Otherwise it is the outermost loader with a new batch. So
-        a batch of other data, read inside the loop, makes no window.
+        As long as a loader yields batches, it stays the one that is trained on. Otherwise it is the outermost loader
+        with a new batch. So a batch of other data that is read inside the loop does not begin a window.
         """
         if not self.running:
             self.loader = None
@@ -171,14 +172,14 @@ class Window:
                     each.opening.use()
 
     def _mark_done(self, loader: AcceleratedLoader) -> None:
-        """Record that the current batches are done: the loader's, and those of loaders that are zipped with it."""
+        """Record that the current batch of the loader is done, and those of loaders that are zipped with it."""
         loader.batches_done = loader.batch_idx + 1
         for other in self.running:
             if other.batch_idx >= other.source.first_batch:
                 other.batches_done = other.batch_idx + 1
 
     def weight(self) -> float:
-        """Return the weight of the batch's mean loss in its window, for the mean over all samples of all ranks."""
+        """Return the weight of a batch's mean loss in its window, for a mean over all samples of all ranks."""
         if not self._inside:
             self._look()
             if self._next is not None:
@@ -190,14 +191,14 @@ class Window:
         self._mark_done(loader)
         if index < loader.full_batches or (num_steps > 1 and not self._inside):
             return 1.0 / num_steps  # outside of `accumulate` the length of the user's window is unknown
-        if not self._gradient.sync_with_dataloader:  # each batch counts as one of a full window
+        if not self._gradient.sync_with_dataloader:  # each batch is weighed as in a full window
             return rank_weight(loader.source) / num_steps
         return window_scale(loader.source, index, num_steps)
 
     def weigh_items(self, num_items: Tensor | float) -> Tensor | float:
         """Return the factor of a loss that is a mean over `num_items`.
 
-        The window's number of items is divided out later.
+        The gradients are divided by the window's total number of items later.
         """
         if not self._inside:
             raise UsageError(
@@ -229,9 +230,9 @@ class Window:
         return 0.0 if replays else num_items
 
     def weigh_plainly(self) -> float:
-        """Return the factor of a loss without a number of items."""
+        """Return the factor of a loss for which `backward` got no `num_items`."""
         if not self._inside:
-            self._items = None  # the count is of an earlier loop
+            self._items = None  # items are counted only inside `accumulate`, so these are of an earlier loop
         elif self._items is not None:
             raise _mixed()
         if not self._inside and self._gradient.num_steps > 1 and not self._warned:
@@ -252,7 +253,10 @@ class Window:
         return self._entered and (self._items is not None or unreliable)
 
     def correction(self) -> Tensor | float | None:
-        """Return the factor for the gradients of a finished window; None for no correction. Collective with items."""
+        """Return the factor for the gradients of a finished window; None for no correction.
+
+        Collective if items are counted.
+        """
         if not self.corrects:
             return None
         if self._factor is None:
@@ -282,8 +286,8 @@ class AcceleratedOptimizer(OptimizerProxy):
 
     Args:
         optimizer: the optimizer.
-        strategy: strategy that steps it.
-        gradient: gradient state, with the loop's place.
+        strategy: strategy that steps the optimizer.
+        gradient: gradient state, which says whether the window ends.
         window: accumulation window, which corrects the gradients at its end.
     """
 
@@ -296,8 +300,8 @@ class AcceleratedOptimizer(OptimizerProxy):
         """Calls of `step` at a window's end, those that were skipped included."""
         self._gradient = gradient
         self._window = window
-        self._open = False  # whether it holds gradients of an unfinished window
-        # whether its gradients are those of the last step, which zero_grad may remove at any time
+        self._open = False  # whether the optimizer holds gradients of an unfinished window
+        # whether its gradients were already used in a step, so that zero_grad may drop them at any time
         self._stepped = False
         self._refused = False  # whether zero_grad was called while the window was open
         self._corrected = False
@@ -310,15 +314,15 @@ class AcceleratedOptimizer(OptimizerProxy):
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        """Step, if the current micro-batch ends its window. Collective if losses came with `num_items`.
+        """Step, if the current micro-batch ends its accumulation window. Collective if losses came with `num_items`.
 
         Args:
             closure: function that computes the gradients and returns the loss, for optimizers that need it.
             kwargs: passed to the optimizer's step.
 
         Raises:
-            UsageError: a closure is given with windows of several micro-batches; the earlier ones cannot be computed
-                again.
+            UsageError: a closure is given with windows of several micro-batches; it cannot compute the gradients of the
+                earlier micro-batches again.
         """
         if closure is not None and self._gradient.num_steps > 1:
             raise UsageError(
@@ -337,7 +341,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._stepped = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, unless they belong to an unfinished window."""
+        """Drop the gradients, unless they belong to an unfinished accumulation window."""
         if self._open and not self._stepped:
             self._refused = True
         else:
@@ -364,7 +368,10 @@ class AcceleratedOptimizer(OptimizerProxy):
 
     @property
     def begins_by_hand(self) -> bool:
-        """Whether it has gradients but never stepped: the loop is in its first window, and counts windows itself."""
+        """Whether the optimizer has gradients but never stepped.
+
+        Then the loop is in its first window, and counts micro-batches itself.
+        """
         return not self.steps_taken and any(p.grad is not None for p in parameters_of(self.optimizer))
 
     def owns(self, parameters: set[int]) -> bool:
@@ -372,9 +379,9 @@ class AcceleratedOptimizer(OptimizerProxy):
         return any(id(p) in parameters and p.grad is not None for p in parameters_of(self.optimizer))
 
     def correct_gradients(self) -> None:
-        """Multiply the gradients once by the factor that is known only at a window's end.
+        """Multiply the gradients, once per window, by a factor that is known only at the window's end.
 
-        Before clipping and the step.
+        This must be called before the gradients are clipped and the optimizer steps.
         """
         if self._corrected:
             return
@@ -391,15 +398,15 @@ def _itself(optimizer: Optimizer) -> Optimizer:
 class AcceleratedScheduler:
     """Learning-rate scheduler that steps once per optimizer step, with any number of processes.
 
-    Everything else is forwarded to the scheduler.
+    All other attributes are those of the original scheduler.
 
     Args:
         scheduler: the scheduler.
         optimizers: list of the prepared optimizers, which may grow later. The scheduler does not step if its own
             optimizer has skipped a step.
-        gradient: gradient state, with the loop's place.
+        gradient: gradient state, which says whether the window ends.
         window: accumulation window, which knows how many batches the last step took.
-        step_with_optimizer: whether it steps only with its optimizer. False passes every call of `step` on.
+        step_with_optimizer: whether the scheduler steps only with its optimizer. False passes every call of `step` on.
     """
 
     def __init__(
@@ -417,10 +424,10 @@ class AcceleratedScheduler:
         self._window = window
         self.repeats = 1
         """Steps of the schedule for each optimizer step; more where it was written for the steps of all processes."""
-        self._ends = 0  # calls of `step` after the last learning rate was reached
+        self._ends = 0  # number of calls of `step` after the last learning rate was reached
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, if the optimizer has stepped; with `adjust_scheduler` once for each batch of the window."""
+        """Step, if the optimizer has stepped. With `adjust_scheduler`, step once for each batch of the window."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -439,7 +446,7 @@ class AcceleratedScheduler:
         if not isinstance(self.scheduler, OneCycleLR) or self.scheduler.last_epoch < self.scheduler.total_steps - 1:
             return False
         self._ends += 1
-        if self._ends == 2:  # not at the first call, which follows the last step of the cycle
+        if self._ends == 2:  # the first call follows the last step of the cycle, and needs no warning
             warn_user(
                 f"OneCycleLR has taken its {self.scheduler.total_steps} steps; the learning rate stays as it is. It "
                 "steps once per optimizer step, on any number of processes"
@@ -447,17 +454,17 @@ class AcceleratedScheduler:
         return True
 
     def places(self, optimizers: Sequence[Optimizer | None]) -> list[int]:
-        """Return the places of this scheduler's optimizers in the list."""
+        """Return the indices of this scheduler's optimizers in a list of optimizers."""
         mine = [prepared.optimizer for prepared in self._owners()]
         return [index for index, other in enumerate(optimizers) if any(other is optimizer for optimizer in mine)]
 
     def _owners(self) -> list[AcceleratedOptimizer]:
-        # the scheduler may have been made with the prepared optimizer
+        # the scheduler may have been made with the prepared optimizer, which wraps the user's optimizer
         owner = getattr(self.scheduler.optimizer, "optimizer", self.scheduler.optimizer)
         return [prepared for prepared in self._optimizers if prepared.optimizer is owner] or self._optimizers
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not set yet while the object is being copied
+        if name == "scheduler":  # the attribute is not set yet while the object is being copied
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

@@ -287,7 +287,7 @@ def _dispatched(
     pin: bool,
 ) -> PreparedLoader:
     """Make a loader that rank 0 reads by `read`, in batches of `batch_size`. Each rank gets `size` samples of them."""
-    from instep.data.dispatch import DispatchLoader  # imported late: only dispatched data pays for it
+    from instep.data.dispatch import DispatchLoader  # imported late: only dispatched data needs it
 
     whole = False
     if not split:
