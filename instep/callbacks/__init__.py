@@ -1,4 +1,4 @@
-"""Callbacks: one file each over `Callback`. A name is loaded when it is first used."""
+"""The callbacks of instep, each in a file of its own; a file is imported when a name from it is first used."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The base class of callbacks: every hook of the four paths; the hooks of this class do nothing."""
+"""`Callback`, the base class of all callbacks, with every hook of fit, validate, test and predict."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Callback:
     asks_to_validate: bool = False
     """True: it asks for validations between those of the Trainer, and what reads a metric acts after each one."""
 
-    _module: TrainModule | None = None  # the module that runs
+    _module: TrainModule | None = None  # the module of the current run
     _origin = ""  # name of the package that added this callback; "" if the user passed it to the Trainer
 
     @property
@@ -66,30 +66,30 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """State to keep over a restart: tensors and JSON values. Called on every rank; that of rank 0 is written."""
+        """Return the state to keep over a restart: tensors and JSON values. Called on all ranks; rank 0's is saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave. Not called if the checkpoint has no state for this key."""
+        """Restore what `state_dict` returned. Not called if the checkpoint has no state under this `state_key`."""
 
     def before_save(self, trainer: Trainer) -> None:
-        """Before a checkpoint's state is collected, on all ranks: do reductions over ranks for `state_dict` here.
+        """Called on all ranks before `state_dict` for a checkpoint: do reductions over ranks here.
 
-        If all ranks raise an error here, nothing is saved.
+        If all ranks raise an error here, no checkpoint is saved.
         """
 
     # ---- logging
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log one value in a hook of the run, as `TrainModule.log` does, with the same arguments.
+        """Log one value from a hook; arguments and effect are those of `TrainModule.log`.
 
         Raises:
-            UsageError: no run is under way.
+            UsageError: no fit, validate, test or predict is running.
         """
         self._running_module(name).log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """`log` for each item of a dict; takes the same arguments."""
+        """Call `log` for each item of a dict; takes the further arguments of `log`."""
         self._running_module(", ".join(map(str, dictionary))).log_dict(dictionary, *args, **kwargs)
 
     def _running_module(self, name: str) -> TrainModule:
@@ -103,137 +103,137 @@ class Callback:
     # ---- the run
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """At the start of a run; `stage` is one of "fit", "validate", "test", "predict"."""
+        """Called at the start of a run; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """At the end of a run, after an error too."""
+        """Called at the end of a run, also if the run failed."""
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """When an exception, such as KeyboardInterrupt, ends the run."""
+        """Called when an exception, such as KeyboardInterrupt, ends the run."""
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Before a checkpoint is written: keys may be added to it, with tensors and JSON values."""
+        """Called before a checkpoint is written, to add keys to it; their values are tensors and JSON values."""
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """After a checkpoint was read, which contains the keys that `on_save_checkpoint` added."""
+        """Called after a checkpoint was read; it contains the keys that `on_save_checkpoint` added."""
 
     # ---- fit
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the start of fit: the model is set up and on its device."""
+        """Called at the start of fit, when the model is set up and on its device."""
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the end of fit, before teardown."""
+        """Called at the end of fit, before teardown."""
 
     def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the few validation batches that run before training."""
+        """Called before the few validation batches that run before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the sanity check."""
+        """Called after the sanity check."""
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the start of training."""
+        """Called at the start of training."""
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the end of training."""
+        """Called at the end of training."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the start of a training epoch."""
+        """Called at the start of a training epoch."""
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the end of a training epoch."""
+        """Called at the end of a training epoch."""
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        """Before a training batch, which is on its device."""
+        """Called before a training batch, which has already been moved to the device."""
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a training batch; `outputs` is what `training_step` returned."""
+        """Called after a training batch; `outputs` is what `training_step` returned."""
 
     def on_before_zero_grad(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        """Before the gradients are cleared."""
+        """Called before the gradients are cleared."""
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
-        """Before the backward pass."""
+        """Called before the backward pass."""
 
     def on_after_backward(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the backward pass, before the optimizer step."""
+        """Called after the backward pass, before the optimizer step."""
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        """Before an optimizer step, with unscaled and not yet clipped gradients."""
+        """Called before an optimizer step, when gradients are unscaled but not clipped yet."""
 
     # ---- validation
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the start of validation."""
+        """Called at the start of validation."""
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the end of validation: its metrics are in `trainer.callback_metrics`."""
+        """Called at the end of validation, when its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first validation batch."""
+        """Called before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last validation batch."""
+        """Called after the last validation batch."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a validation batch."""
+        """Called before a validation batch."""
 
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a validation batch."""
+        """Called after a validation batch."""
 
     # ---- test
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the start of test."""
+        """Called at the start of test."""
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the end of test."""
+        """Called at the end of test."""
 
     def on_test_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first test batch."""
+        """Called before the first test batch."""
 
     def on_test_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last test batch."""
+        """Called after the last test batch."""
 
     def on_test_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a test batch."""
+        """Called before a test batch."""
 
     def on_test_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a test batch."""
+        """Called after a test batch."""
 
     # ---- predict
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the start of predict."""
+        """Called at the start of predict."""
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """At the end of predict."""
+        """Called at the end of predict."""
 
     def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first prediction batch."""
+        """Called before the first prediction batch."""
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last prediction batch."""
+        """Called after the last prediction batch."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a prediction batch."""
+        """Called before a prediction batch."""
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a prediction batch; `outputs` is what `predict_step` returned."""
+        """Called after a prediction batch; `outputs` is what `predict_step` returned."""
 
 
 HOOKS: tuple[str, ...] = tuple(
@@ -243,7 +243,7 @@ HOOKS: tuple[str, ...] = tuple(
 
 
 def logs_here(trainer: Trainer) -> bool:
-    """Return whether this process sends values to the loggers: the main process, or all if a logger wants all."""
+    """Return whether this process sends values to the loggers: the main process, or all if a logger asks for it."""
     return trainer.is_global_zero or any(getattr(logger, "_per_rank", False) for logger in trainer.loggers)
 
 
@@ -251,10 +251,11 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
     """Return whether a callback acts on a metric now: after a validation in fit, or at the end of a training epoch.
 
     Args:
-        trainer: with its intervals of validation.
-        at_epoch_end: which of the two the user wants; None leaves it to when validation runs: once per epoch, or never,
-            means the epoch's end, unless a callback asks for validations.
-        after_validation: whether this is after a validation, not at an epoch's end.
+        trainer: the Trainer, whose arguments say how often it validates.
+        at_epoch_end: True: act at the end of training epochs. False: act after validations. None: act at the end of
+            training epochs if each epoch has one validation or there is no validation, and no callback asks for more
+            validations; otherwise act after validations.
+        after_validation: whether the call comes after a validation (True) or at the end of a training epoch (False).
     """
     if trainer.sanity_checking or trainer.state.fn != "fit":
         return False
@@ -267,7 +268,7 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
 
 
 def print_text(trainer: Trainer, text: object) -> None:
-    """Print a line of instep's own above the progress bar: no control characters, and on a terminal no broken words."""
+    """Print a message above the progress bar, without control characters; on a terminal, lines break between words."""
     line = clean(str(text))
     if is_terminal(sys.stdout):
         wrap = TextWrapper(get_terminal_size().columns, "", "  ", break_long_words=False, break_on_hyphens=False)
@@ -276,8 +277,8 @@ def print_text(trainer: Trainer, text: object) -> None:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal. A program may have no stdout, or an object with `write` alone there."""
+    """Return whether a stream is a terminal; False for None, for a closed stream and for one without `isatty`."""
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # there is no stream, or it is closed
+    except (AttributeError, ValueError):  # the stream is None, has no `isatty`, or is closed
         return False

@@ -1,4 +1,4 @@
-"""Stop training when a metric stops improving."""
+"""`EarlyStopping`: the callback that stops training when a metric stops improving."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 
-WORD = "EarlyStopping: "  # each reason of a stop begins with it
+WORD = "EarlyStopping: "  # start of the text that gives the reason for a stop
 _THRESHOLD = or_none(Check(is_number, "a number, or None"))
 _CHECKS = {
     "monitor": METRIC,
@@ -52,10 +52,10 @@ class EarlyStoppingReason(Enum):
 
 @dataclass(frozen=True)
 class StoppingPolicy:
-    """Rule that decides, for each new value of a metric, whether to stop. A pure function.
+    """Rule that decides, for each new value of a metric, whether to stop training. `judge` is a pure function.
 
     NaN is never better than the best value, and counts as a check without improvement. 0.0 and -0.0 are equal. If
-    `check_finite` is off, infinity is treated as any other value.
+    `check_finite` is False, infinity is treated like any other value.
     """
 
     mode: Literal["min", "max"] = "min"
@@ -67,23 +67,23 @@ class StoppingPolicy:
 
     @property
     def worst(self) -> float:
-        """The worst possible value; it counts as the best value before the first check."""
+        """The worst possible value, which is used as the best value before the first check."""
         return math.inf if self.mode == "min" else -math.inf
 
     def better(self, value: float, other: float) -> bool:
-        """Is `value` strictly better than `other`?"""
+        """Return True if `value` is strictly better than `other`."""
         return value < other if self.mode == "min" else value > other
 
     def judge(self, value: float, best: float, waited: int) -> tuple[EarlyStoppingReason, float, int]:
-        """Judge one value: return whether to stop, the new best value, and the number of checks since the best value.
+        """Decide by a new value of the metric whether to stop.
 
         Args:
-            value: the metric now.
-            best: its best value so far.
-            waited: checks since then.
+            value: the metric's new value.
+            best: the metric's best value so far.
+            waited: number of checks since the best value.
 
         Returns:
-            The reason to stop or NOT_STOPPED, the new best value and the new number of checks since.
+            The reason to stop, or NOT_STOPPED; the new best value; the new number of checks since the best value.
         """
         if self.check_finite and not math.isfinite(value):
             return EarlyStoppingReason.NON_FINITE_METRIC, best, waited
@@ -104,36 +104,38 @@ class StoppingPolicy:
 class EarlyStopping(Callback):
     """Stop training when a monitored metric stops improving.
 
-    The metric is read from `trainer.callback_metrics` at the end of every validation, or of every training epoch. The
-    stop is a trigger, so all ranks leave the loop at the same step, whichever rank decided. A stop waits for the
-    Trainer's `min_epochs` and `min_steps`. When these are reached, the last check counts: if the metric has improved in
-    the meantime, the run continues.
+    The metric is read from `trainer.callback_metrics` at the end of every validation, or of every training epoch. All
+    ranks leave the loop at the same step, whichever rank decided to stop. Training does not stop before the Trainer's
+    `min_epochs` and `min_steps` are reached. Then the last check counts: if the metric has improved in the meantime,
+    the run continues.
 
-    NaN never becomes the best value and never resets the patience. The best value, the count of checks and the reason
-    survive a restart; the options are those of the new run.
+    NaN never becomes the best value, and always counts as a check without improvement. A checkpoint holds the best
+    value, the number of checks since then and the reason of a stop; a resumed run takes the arguments below from the
+    new callback.
 
     Args:
         monitor: the metric's name.
-        min_delta: an improvement must be larger than this, in the metric's unit.
+        min_delta: smallest change that counts as an improvement (the change must be larger), in the metric's unit.
         patience: stop after this many checks in a row without improvement.
         verbose: print every improvement, and the reason of a stop.
         mode: "min" or "max": which way is better.
-        strict: a missing metric is an error; False: the check is left out, with a warning if `verbose`.
-        check_finite: NaN or infinity stops at once.
+        strict: True: raise an error if the metric was not logged. False: skip the check, with a warning if `verbose`.
+        check_finite: stop at once when the metric is NaN or infinite.
         stopping_threshold: stop at once when the metric reaches this value or is better.
         divergence_threshold: stop at once when the metric is worse than this value.
-        check_on_train_epoch_end: check at the end of training epochs (True) or of validations (False). None: of
-            training epochs where each ends with one validation or there is none, else of validations.
+        check_on_train_epoch_end: check at the end of training epochs (True) or after validations (False). None: at the
+            end of training epochs if each has one validation or there is no validation, otherwise after validations.
         log_rank_zero_only: print on global rank 0 only.
 
     Attributes:
         stopping_reason: an `EarlyStoppingReason`.
-        stopping_reason_message: the same in words; None while not stopped.
-        stopped_epoch: the epoch of the stop; 0 while not stopped.
-        wait_count: checks since the last improvement.
+        stopping_reason_message: the reason of the stop as text; None while not stopped.
+        stopped_epoch: the epoch in which training stopped; 0 while not stopped.
+        wait_count: number of checks since the last improvement.
 
     Raises:
-        SettingError: an option is wrong.
+        SettingError: an argument is wrong.
+        UsageError: (in the run) `strict` is True and the metric was not logged.
 
     Example:
         >>> stopping = EarlyStopping("val_loss", patience=2)
@@ -185,11 +187,11 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """State key that differs by metric and mode, so that several EarlyStopping callbacks can be used together."""
+        """State key with the metric and the mode, so that a Trainer can have several EarlyStopping callbacks."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Best value, number of checks since then, and the reason and epoch of a stop."""
+        """Return the best value, the number of checks since then, and the reason and epoch of a stop."""
         return {
             "best_score": self._best,
             "wait_count": self.wait_count,
@@ -209,7 +211,7 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = state_dict["stopping_reason_message"]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Keep a run stopped if it was stopped before its resume, unless its patience has been raised."""
+        """Stop a resumed run at once if EarlyStopping had stopped it before, unless `patience` is larger now."""
         reason = self.stopping_reason
         patient = reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and self.wait_count < self.patience
         if reason is not EarlyStoppingReason.NOT_STOPPED and not patient:
@@ -235,7 +237,7 @@ class EarlyStopping(Callback):
         before = self._best
         reason, self._best, self.wait_count = self.policy.judge(value, self._best, self.wait_count)
         self.stopping_reason = reason
-        # The checkpoint's verdict, which waited for min_epochs or min_steps, no longer holds.
+        # A checkpoint may hold a reason to stop that waited for min_epochs or min_steps: a new check replaces it.
         if reason is EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason_message, self.stopped_epoch = None, 0
         else:

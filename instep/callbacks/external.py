@@ -1,4 +1,4 @@
-"""Callbacks that installed packages add to every Trainer, by entry points."""
+"""Find the callbacks that other installed packages add to every Trainer through Python entry points."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _EXTERNAL_OFF = "INSTEP_EXTERNAL_CALLBACKS"
 
 
 def external_callbacks() -> list[Callback]:
-    """Make the callbacks of installed packages; an entry point is a function that returns one or several callbacks.
+    """Make the callbacks of installed packages, by calling the function that each entry point names.
 
     Raises:
-        SettingError: one cannot be loaded, raises, or returns something else; names the distribution.
+        SettingError: a function cannot be imported, raises, or returns neither a callback nor a list or tuple of
+            them. The message names the package.
     """
     switch = os.environ.get(_EXTERNAL_OFF, "1")
     try:
@@ -55,12 +56,12 @@ def external_callbacks() -> list[Callback]:
 
 @lru_cache(maxsize=1)
 def _external(_: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    """Find the entry points; a later Trainer searches again (4 ms) only if a package folder has changed."""
+    """Find the entry points. The search takes 4 ms, so it is repeated only if a folder of `sys.path` has changed."""
     return tuple(entry_points(group=EXTERNAL))
 
 
 def _changed(path: str) -> int:
     try:
         return os.stat(path or ".").st_mtime_ns
-    except OSError:  # the folder does not exist, as in a zip file that was deleted
+    except OSError:  # the folder does not exist
         return 0

@@ -1,4 +1,4 @@
-"""Log learning rates; on request also momenta and weight decays."""
+"""`LearningRateMonitor`: log learning rates, and on request momenta and weight decays."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ _KEPT = 10_000
 class LearningRateMonitor(Callback):
     """Log the learning rate of every optimizer and parameter group to the loggers.
 
-    The value at global step N is the one that the next optimizer step uses. Names: `lr-Adam`; `lr-Adam-1` for the
-    second Adam; `/pg1`, `/pg2` or `/<name>` added for several parameter groups (a group's "name" key); a scheduler's
-    `name` from `configure_optimizers` replaces `lr-Adam`. The names of momenta end in `-momentum`, those of weight
-    decays in `-weight_decay`.
+    The value that is logged at global step N is the rate that the next optimizer step uses. It is also in
+    `trainer.callback_metrics`. The logged name is `lr-Adam` for an Adam optimizer, and `lr-Adam-1` for a second one; if
+    the scheduler has a `name` in `configure_optimizers`, this name replaces `lr-Adam`. With several parameter groups
+    `/pg1`, `/pg2` and so on are added, or `/<name>` if the group has a "name" key. The names of momenta end in
+    `-momentum`, those of weight decays in `-weight_decay`.
 
     Args:
-        logging_interval: "step": every `log_every_n_steps` steps, for 0 never; "epoch": at every epoch's start; None:
-            each as its scheduler's interval says, and by step where there is none.
-        log_momentum: log momentum too, for Adam and its kind the first beta; 0 where an optimizer has none.
-        log_weight_decay: log weight decay too; 0 where an optimizer has none.
-        log_key_prefix: put before every name.
-
-    The values are in `trainer.callback_metrics` too.
+        logging_interval: "step": log every `log_every_n_steps` steps (never if this is 0). "epoch": log at the start of
+            every epoch. None: log at the interval of the optimizer's scheduler, and by step without a scheduler.
+        log_momentum: log momentum too: for Adam and similar optimizers the first beta, or 0 without momentum.
+        log_weight_decay: log weight decay too, or 0 if the optimizer has none.
+        log_key_prefix: text to put before every name.
 
     Attributes:
-        lrs: the learning rates that were logged in this fit, by name; of a long fit the last ten thousand or more.
-        last_momentum_values: the momenta logged last, by name; None before, and without `log_momentum`.
-        last_weight_decay_values: the same of weight decays.
+        lrs: lists of the learning rates that were logged in this fit, by name; a list keeps at least the last ten
+            thousand rates.
+        last_momentum_values: the momenta that were logged last, by name; None before, and without `log_momentum`.
+        last_weight_decay_values: the weight decays that were logged last, by name; None before, and without
+            `log_weight_decay`.
 
     Raises:
-        SettingError: `logging_interval` is unknown; there is no logger; two groups of one optimizer have one name.
+        SettingError: `logging_interval` is unknown. (When training starts:) there is no logger, or two groups of an
+            optimizer have the same name.
 
     Example:
         >>> LearningRateMonitor(logging_interval="step").lrs
@@ -66,7 +68,7 @@ class LearningRateMonitor(Callback):
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
         self._logged_step = -1
-        # Set on this object, not on the class, so that other monitors have no call at every step.
+        # The hook is set on this object, so that a monitor that logs by epoch costs no call at each step.
         if logging_interval != "epoch":
             self.on_train_batch_start = self._before_batch
 
@@ -75,15 +77,15 @@ class LearningRateMonitor(Callback):
 
     @property
     def state_key(self) -> str:
-        """State key that differs by interval and prefix, so that several monitors can be used together."""
+        """State key with the interval and the prefix, so that a Trainer can have several LearningRateMonitors."""
         return f"LearningRateMonitor({self.logging_interval!r}, log_key_prefix={self.log_key_prefix!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step whose rates were logged last."""
+        """Return the last step whose rates were logged."""
         return {"logged_step": self._logged_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step whose rates were logged last, which a resumed run does not log again."""
+        """Restore the last step whose rates were logged, so that a resumed run does not log it again."""
         self._logged_step = int(state_dict["logged_step"])
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -115,14 +117,14 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values = dict.fromkeys(f"{name}-weight_decay" for name in names)
 
     def _before_batch(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        type(self).on_train_batch_start(self, trainer, module, batch, batch_idx)  # a subclass may override the hook
+        type(self).on_train_batch_start(self, trainer, module, batch, batch_idx)  # a subclass may define this hook
         step, every = trainer.global_step, trainer.log_every_n_steps
         if every and step % every == 0 and step != self._logged_step:
-            self._logged_step = step  # with accumulation, several batches belong to one step
+            self._logged_step = step  # do not log the next batches of the same step (accumulation)
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A run resumed within the epoch has already logged this epoch.
+        # If the run was resumed within this epoch, the rates of the epoch are logged already.
         if self.logging_interval != "step" and not trainer.position.inside:
             self._log(trainer, "epoch")
 
@@ -140,7 +142,7 @@ class LearningRateMonitor(Callback):
         if not lrs:
             return
         for name, value in lrs.items():
-            if name not in self.lrs:  # a second group was added; before that, the only group had no number in its name
+            if name not in self.lrs:  # a second group was added, so the first one is called /pg1 now
                 self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
             values = self.lrs[name]
             values.append(value)
@@ -154,7 +156,7 @@ class LearningRateMonitor(Callback):
             logger.log_metrics(values, step=trainer.global_step)
 
     def _groups(self, trainer: Trainer) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Yield every parameter group with its name and the interval of its scheduler."""
+        """Yield the logged name, the parameter group and the interval ("step" or "epoch") of every group."""
         for optimizer, name, interval in _named(trainer):
             groups = optimizer.param_groups
             for group, group_name in zip(groups, _group_names(optimizer), strict=True):
@@ -163,7 +165,7 @@ class LearningRateMonitor(Callback):
 
 
 def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
-    """Yield every optimizer, its name and its scheduler's interval; optimizers with a scheduler come first."""
+    """Yield every optimizer, its logged name and its interval; optimizers with a scheduler come first."""
     seen: list[int] = []
     names: Counter[str] = Counter()
     pairs: list[tuple[Optimizer, str | None, str]] = [

@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: the callback that decides when a checkpoint is saved and which ones are kept."""
+"""`ModelCheckpoint`: the callback that decides when to save a checkpoint and which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _check_template(name: str, value: Any) -> None:
-    """Check that a template gives a valid folder name for any logged values."""
+    """Check that a file name template, filled with any metrics, is a valid folder name."""
     expected = 'a template such as "{epoch}-{val_loss:.2f}"'
     try:
         folder = format_name(value, {}, True)
@@ -70,54 +70,57 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 class ModelCheckpoint(Callback):
-    """Save checkpoints, and delete old ones once a newer one has verified.
+    """Save checkpoints, and delete old checkpoints when a newer one has been verified.
 
-    A checkpoint is a folder that appears complete or not at all. The main process decides what to save and to delete,
-    for all ranks. Without `monitor`, the newest checkpoint is kept (`save_top_k=1`), or all are (-1).
+    A checkpoint is a folder, which appears only when it is complete. The main process decides for all ranks what to
+    save and to delete. Without `monitor`, only the newest checkpoints are kept (`save_top_k` of them, or all for -1).
 
     Args:
-        dirpath: where, a folder or a URL such as "s3://bucket/run"; by default `checkpoints/` in the run folder.
-        filename: the folder's name, a template of logged metrics such as "{epoch}-{val_loss:.2f}"; by default
-            `step-<8 digits>`. An attempt number follows in any case.
-        monitor: the logged metric to rank by; "epoch" and "step" need not be logged.
+        dirpath: folder to save in, or a URL such as "s3://bucket/run"; by default `checkpoints/` in the run folder.
+        filename: name of the checkpoint folder: a template with logged metrics, such as "{epoch}-{val_loss:.2f}"; by
+            default `step-<8 digits>`. An attempt number is always added.
+        monitor: name of the logged metric that ranks checkpoints; "epoch" and "step" need not be logged.
         verbose: print what is saved and deleted.
-        save_last: keep the newest as well, whatever its score. With a monitor it is saved at every occasion, and once
-            more at the end of fit. None: in a run that goes on by itself (`ckpt_path="auto"` or "last", or a launcher
-            that starts it again) one newest full state is kept beside what all ModelCheckpoints keep, saved at each of
-            their occasions; in other runs none. False: none there either, so that a crash goes back to the best.
-        save_top_k: how many of the best to keep; -1 for all, 0 for none.
-        save_on_exception: save when the run fails. With several processes only if all of them get that far. What
-            failed may have left half an optimizer step, so that checkpoint is of a kind of its own: "auto", "last" and
-            "best" do not resume from it, its path does. Nothing older is deleted for it.
-        save_weights_only: leave out what only a resumed run needs.
-        mode: "min" or "max".
+        save_last: True: keep the newest checkpoint as well, whatever its score. With a monitor it is saved whenever a
+            save is due, and at the end of fit. None: if the run can resume by itself (`ckpt_path="auto"` or "last", or
+            a launcher that restarts it), one newest full state is kept beside the checkpoints of all ModelCheckpoints,
+            and saved whenever one of them is due; other runs do not keep it. False: never keep it, so that a run
+            resumes from the best checkpoint after a crash.
+        save_top_k: number of best checkpoints to keep; -1 for all, 0 for none.
+        save_on_exception: save when the run fails; with several processes only if all of them reach the save. An
+            optimizer step may be half done, so "auto", "last" and "best" do not resume from this checkpoint, but
+            its path does. No older checkpoint is deleted for it.
+        save_weights_only: save only the weights, without the state that a resumed run needs.
+        mode: "min" or "max": whether a smaller or a larger value of the metric is better.
         auto_insert_metric_name: write "val_loss=0.25" rather than "0.25" into names.
-        every_n_train_steps: save every so many optimizer steps. A save that ranks, or is named after a metric, waits
-            for a validation that is due at the same step; one that ranks, for the first one too.
-        train_time_interval: save every so much time (by the main process's clock).
-        every_n_epochs: save every so many epochs (validations, when saving after validation). The default, 1, holds
-            when none of the three is given; 0 turns it off.
-        save_on_train_epoch_end: save at the end of training epochs (True) or of validations (False). None: of
-            training epochs where each ends with one validation or there is none, else of validations.
-        enable_version_counter: accepted for Lightning's sake; a checkpoint is never written over another.
-        keep: what to keep, where `save_top_k` cannot say it: a policy of `instep.checkpoint`, or several joined by
-            `|`. At every occasion one is saved, and the newest is kept in any case.
-        background: copy the state to host memory, which is kept from save to save (about as much as this process
-            writes), and write, verify and delete beside the training. At most one save is under way: the next one
-            waits for it. This callback lists a checkpoint (`best_model_path`, `last_model_path`) and shows it to the
-            loggers from the next save on, or from the end of `fit`. What preempts or ends a run is saved at once.
-        on_error: what a failed save comes to: "raise" ends the run, "warn" goes on without that checkpoint. With
-            `background` it shows at the next save and at the end. Nothing older is deleted for it, and a preemption
-            that cannot be saved is an error in any case.
+        every_n_train_steps: save every n optimizer steps. If a validation is due at the same step and `monitor` or
+            `filename` needs a metric, the save comes after the validation. With `monitor`, the first save waits for the
+            first validation.
+        train_time_interval: save whenever this time has passed, by the main process's clock.
+        every_n_epochs: save every n epochs (every n epochs with a validation, when saving after validation). It is 1 if
+            neither this, `every_n_train_steps` nor `train_time_interval` is given; 0 turns it off.
+        save_on_train_epoch_end: save at the end of training epochs (True) or after validations (False). None: at the
+            end of training epochs if each has one validation or there is no validation, otherwise after validations.
+        enable_version_counter: an argument of Lightning's; it has no effect, since no checkpoint is ever overwritten.
+        keep: which checkpoints to keep, if `save_top_k` cannot express it: a policy of `instep.checkpoint`, or several
+            joined by `|`. A checkpoint is saved whenever a save is due, and the newest one is always kept.
+        background: copy the state to host memory, then write, verify and delete in the background while training
+            continues. The memory (about as much as this process writes) is kept for the next save. At most one save is
+            in progress: the next one waits for it. A checkpoint is listed (`best_model_path`, `last_model_path`) and
+            passed to the loggers at the next save, or at the end of `fit`. The saves at a preemption and at the end of
+            fit are not in the background.
+        on_error: what happens if a save fails: "raise" ends the run, "warn" continues without that checkpoint. With
+            `background` the error is raised or the warning given at the next save or at the end of fit. No older
+            checkpoint is deleted after a failed save. If the save at a preemption fails, the error is always raised.
 
     Attributes:
-        best_model_path: the best checkpoint; without `monitor` the newest. "" while there is none.
-        best_model_score: its score, a 0-dim tensor; None while there is none.
+        best_model_path: path of the best checkpoint, or of the newest one without `monitor`. "" if there is none.
+        best_model_score: score of the best checkpoint, a 0-dim tensor; None if there is none.
         current_score: the score of the checkpoint that was ranked last.
-        last_model_path: the newest checkpoint that this callback has saved, or that the run was resumed from.
+        last_model_path: path of the newest checkpoint that this callback has saved, or that the run resumed from.
 
     Raises:
-        SettingError: contradicting arguments.
+        SettingError: arguments are wrong or contradict each other.
 
     Example:
         >>> from instep.checkpoint import KeepEvery, KeepNewest
@@ -177,7 +180,7 @@ class ModelCheckpoint(Callback):
         self.monitor = monitor
         self.verbose = verbose
         self.save_last = bool(save_last)
-        # With save_last=False the user does not want the newest checkpoint, even for a run that restarts by itself.
+        # save_last=False: keep no newest checkpoint, even in a run that resumes by itself.
         self._only_ranked = save_last is False
         self.save_top_k = save_top_k
         self.save_on_exception = save_on_exception
@@ -189,7 +192,7 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(not several)
         self.save_on_train_epoch_end = save_on_train_epoch_end
         if self.every_n_train_steps or train_time_interval is not None:
-            self.on_train_batch_end = self._after_batch  # only a callback that saves by steps has a hook at each step
+            self.on_train_batch_end = self._after_batch  # other ModelCheckpoints cost no call at each step
         self.keep = keep
         self.policy = _policy(keep, monitor, mode, save_top_k)
         self.background = background
@@ -200,17 +203,17 @@ class ModelCheckpoint(Callback):
         self.best_model_score: Tensor | None = None
         self.best_model_path = ""
         self.last_model_path = ""
-        # A step is judged after its checkpoint was ranked, or kept without a rank.
+        # "Judged" is a step whose checkpoint was ranked by its score, or saved without `monitor`.
         self._last_step_saved = self._last_step_judged = -1
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
-        self._top_k_before = 0  # number of top checkpoints in the run that this one continues
-        self._deferred = False  # True if a save by steps waits for the validation that gives its metric
+        self._top_k_before = 0  # `save_top_k` of the run that this run resumes
+        self._deferred = False  # True while a save by steps waits for the validation that logs its metric
         self._run_folder: Any = None  # the Trainer's run folder
 
     @property
     def dirpath(self) -> str | None:
-        """The folder of checkpoints: the given one, else the run's; None until the run's folder is known."""
+        """Folder of the checkpoints: the given `dirpath`, else `checkpoints/` in the run folder; None before a run."""
         folder = self.own_folder or getattr(self._run_folder, "checkpoints", None)
         return None if folder is None else str(folder)
 
@@ -220,7 +223,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """State key that differs by metric, mode and schedule, so that several can be used together."""
+        """State key with metric, mode and intervals, so that a Trainer can have several ModelCheckpoints."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
@@ -238,7 +241,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the list; `on_train_start` drops checkpoints that have gone in the meantime."""
+        """Restore the list of checkpoints; `on_train_start` removes those that no longer exist."""
         saved = [Saved(*fields) for fields in state_dict["saved"]]
         for checkpoint in saved:
             check(vars(checkpoint), {"key": text, "step": count, "score": none_or(number)}, "a saved checkpoint")
@@ -254,7 +257,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """Checkpoints that the policy keeps, with their scores; one that is kept only as the newest is left out."""
+        """Paths and scores of the kept checkpoints, without one that is kept only because it is the newest."""
         scores = {one.key: math.nan if one.score is None else one.score for one in self._ranked()}
         return {key: torch.tensor(score, dtype=torch.float64) for key, score in scores.items()}
 
@@ -263,19 +266,19 @@ class ModelCheckpoint(Callback):
         return [one for one in self.saved if one.key in kept and (self.monitor is None or one.score is not None)]
 
     def _worst(self) -> Saved | None:
-        """Return the checkpoint that the next better one replaces; None while there are fewer than `save_top_k`."""
+        """Return the worst of the `save_top_k` best checkpoints; None while there are fewer."""
         ranked = self._ranked() if self.monitor is not None else []
         return retention.best_first(ranked, self.mode)[-1] if ranked and len(ranked) == self.save_top_k else None
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the `save_top_k` best, which the next better checkpoint replaces; "" while there are fewer."""
+        """Path of the worst of the `save_top_k` best checkpoints; "" while there are fewer."""
         worst = self._worst()
         return "" if worst is None else worst.key
 
     @property
     def kth_value(self) -> Tensor:
-        """The score of `kth_best_model_path`; before there is one, infinity, or with mode "max" minus infinity."""
+        """Score of `kth_best_model_path`; without one, infinity for mode "min" and minus infinity for "max"."""
         worst = self._worst()
         nothing = math.inf if self.mode == "min" else -math.inf
         score = nothing if worst is None or worst.score is None else worst.score
@@ -288,9 +291,9 @@ class ModelCheckpoint(Callback):
             filepath: the file; by default `best_k_models.yaml` in `dirpath`.
 
         Raises:
-            UsageError: there is no file, and no folder yet.
+            UsageError: `filepath` is None, and `dirpath` is not known before fit.
         """
-        import yaml  # imported late: not needed where nobody asks
+        import yaml  # imported late: only this method needs it
 
         if filepath is None and self.dirpath is None:
             raise UsageError("to_yaml() has no folder to write into before fit: give a file, to_yaml(filepath)")
@@ -299,18 +302,18 @@ class ModelCheckpoint(Callback):
 
     @property
     def settled_step(self) -> int:
-        """Step up to which no save is due: the newest that was saved, resumed from, or ranked and not kept; else 0."""
+        """The last step that needs no save: saved, resumed from, or found not worth keeping; 0 if there is none."""
         last = 0 if self._position_saved is None else int(self._position_saved["global_step"])
         return max(last, self._last_step_saved, *(saved.step for saved in self.saved), 0)
 
     @property
     def saves_nothing(self) -> bool:
-        """Return True if no schedule saves a checkpoint."""
+        """True if this callback keeps no checkpoint, so that it saves none."""
         return self.save_top_k == 0 and self.keep is None and not self.save_last
 
     @property
     def keeps_newest(self) -> bool:
-        """Return True if a run that restarts by itself keeps its newest full state, by this callback's schedule."""
+        """True if a run that resumes by itself must keep its newest full state whenever this callback's save is due."""
         return not (self._only_ranked or self.saves_nothing)
 
     # ---- when to save
@@ -327,10 +330,10 @@ class ModelCheckpoint(Callback):
             self._warn_of_another_folder(trainer, trainer.resumed_from, apart)
             self._position_saved = trainer.position.reached
             about = trainer.resumed_from.manifest.info
-            # If another callback saved this checkpoint, this callback's own save may still be due.
+            # If this callback saved the checkpoint, no save is due at its step. Otherwise one may still be due.
             if about.get("saver") == self.state_key:
                 self._last_step_saved = trainer.global_step
-                # A checkpoint without a rank was saved before the validation that ranks it.
+                # If the checkpoint was not ranked, the validation that logs the metric has yet to come.
                 if self.monitor is None or about.get("ranked"):
                     self._last_step_judged = trainer.global_step
         self._start_clock(trainer)
@@ -340,12 +343,12 @@ class ModelCheckpoint(Callback):
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
     def _forget_missing(self, trainer: Trainer) -> list[str]:
-        """Remove checkpoints from the list that the main process does not find on the disk, or that another run saved.
+        """Remove checkpoints from the list that no longer exist, or that do not belong to this run.
 
-        A run that continues in another folder, or counts steps from 0 again, leaves the first run's checkpoints alone.
+        A run that resumes with another folder or starts at step 0 must not delete the checkpoints of the earlier run.
 
         Returns:
-            Ranked ones that are there, but in another folder.
+            Paths of ranked checkpoints that exist in another folder.
         """
         known = {*(saved.key for saved in self.saved), self.best_model_path, self.last_model_path}
         there = trainer.agree({path for path in known if path and self._path(path).is_dir()})
@@ -359,10 +362,10 @@ class ModelCheckpoint(Callback):
         return apart
 
     def _warn_of_another_folder(self, trainer: Trainer, resumed: Reader, apart: list[str]) -> None:
-        """Warn about the ranked checkpoints of the last run if none of them is in this run's folder."""
+        """Warn if all ranked checkpoints of the resumed run are in another folder, so that the ranking starts anew."""
         about = resumed.manifest.info
         if about.get("saver") == self.state_key and about.get("score") is not None:
-            # A checkpoint is saved before it joins the list, so its own list lacks it.
+            # The list in a checkpoint does not have that checkpoint itself, since it was saved before it was listed.
             apart += [str(resumed.path)] * (resumed.path.parent != self.own_folder)
         ranked = any(saved.score is not None for saved in self.saved)
         if apart and not ranked and self.own_folder is not None and trainer.is_global_zero:
@@ -372,7 +375,7 @@ class ModelCheckpoint(Callback):
             )
 
     def _warn_of_fewer(self, trainer: Trainer) -> None:
-        """Name the ranked checkpoints that a resumed run with a smaller `save_top_k` will delete at its next save."""
+        """Warn about checkpoints that a resumed run with a smaller `save_top_k` will delete at its next save."""
         ranked = [saved for saved in self.saved if saved.score is not None]
         kept = self.policy.kept(self.saved)
         gone = [saved.key for saved in ranked if saved.key not in kept]
@@ -388,26 +391,26 @@ class ModelCheckpoint(Callback):
         return self._path(saved.key).parent == here and saved.step <= trainer.global_step
 
     def _add_committed(self, trainer: Trainer, resumed_from: Reader) -> None:
-        """Add checkpoints that were committed after the list was saved.
+        """Add the checkpoints that became complete after the list was saved.
 
-        These are the checkpoint that the run resumes from and, with saves in the background, one that was being written
-        when the list was saved. Checkpoints of another callback or of the user are left out.
+        These are the checkpoint that the run resumes from and, with saves in the background, a checkpoint that was
+        being written when the list was saved. Checkpoints of other callbacks or of the user are not added.
         """
         self.last_model_path = str(resumed_from.path)
         found: list[CheckpointInfo] = []
         for store in map(trainer.saver.store, self._folders):
             found += store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
-        self.saved = [saved for saved in self.saved if saved.key not in listed]  # drop damaged checkpoints first
+        self.saved = [saved for saved in self.saved if saved.key not in listed]  # added again below
         for info in found:
             about, key = info.manifest.info, str(info.path)
-            score = about.get("score")  # None if the score was nan
+            score = about.get("score")  # None if the metric was nan
             if not about.get("ranked") or about.get("monitor") != self.monitor:
                 score = None
             if key in known:
                 self.saved.append(known[key])
             elif about.get("saver") == self.state_key and trainer.line.has(info.manifest.run_id, info.step):
-                # A weights-only checkpoint of a later step gets no score; it is deleted when its step is saved again.
+                # This run will repeat a later step: without a score, that checkpoint is deleted at the step's new save.
                 if info.step > trainer.global_step:
                     score = None
                 self.saved.append(Saved(key, info.step, None if score is None else float(score)))
@@ -416,11 +419,11 @@ class ModelCheckpoint(Callback):
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         at = trainer.position
         if at.batch != at.window_batch:
-            return  # a run cannot continue in the middle of an optimizer window
+            return  # gradients are being accumulated, and a run cannot resume in between
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:
-            # A checkpoint gets its rank and name from the validation at the same step.
+            # If a validation follows at this step, save after it, when the metric for the rank or name is known.
             waits = trainer._validates_now and (self.monitor is not None or _METRIC_IN_NAME(self.filename or ""))
             first = not waits and self.monitor is not None and trainer.enable_validation
             self._deferred = bool(waits or (first and trainer.agree(self.monitor not in _values(trainer))))
@@ -428,7 +431,7 @@ class ModelCheckpoint(Callback):
             if not self._deferred:
                 self._save(trainer)
         elif self._next_time != math.inf and time.monotonic() >= self._next_time:
-            trainer.set_trigger("save", self.state_key)  # repeated until this callback's save is due
+            trainer.set_trigger("save", self.state_key)  # repeated at each batch until the save is made
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._deferred and not trainer.sanity_checking and trainer.state.fn == "fit":
@@ -442,20 +445,20 @@ class ModelCheckpoint(Callback):
             self._save_by_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Wait for the save in progress; with `save_last`, save the end of the run too."""
+        """Wait for the save in progress; with `save_last`, save the final state too."""
         self._finish_pending(trainer)
         if self.save_last and self._last_step_saved != trainer.global_step:
             self._save(trainer, last=True, at_once=True)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         pending, self._pending = self._pending, None
-        # The run has waited for the earlier save as long as it could.
+        # If the save in the background was finished before the error, list its checkpoint.
         if pending is not None and pending[0].path is not None:
             self._record(trainer, pending[0].path, pending[1])
         if not self.save_on_exception or isinstance(exception, Preempted | NonFiniteError) or trainer.global_step == 0:
             return
         if device_failed(exception, module.device):
-            return  # The error that is raised says this too, and names the last checkpoint.
+            return  # the state on the device is lost; the error's text names the last checkpoint
         if all_arrive(timeout_s=10.0):
             kind = "weights" if self.save_weights_only else "exception"
             path = trainer.save_to(self.own_folder, self._name(trainer), weights_only=self.save_weights_only, kind=kind)
@@ -465,15 +468,16 @@ class ModelCheckpoint(Callback):
             warn_user("no checkpoint of the failed run: not all processes got to saving it")
 
     def save_now(self, trainer: Trainer, reason: str = "", final: bool = True) -> Path:
-        """Save now, whatever the schedule says: before a preemption, or on request. Collective.
+        """Save now, even if no save is due: before a preemption, or on request. Collective: all ranks call it.
 
         Args:
             trainer: the Trainer.
-            reason: of the request; this callback's own `state_key` means that its time interval is over.
-            final: the run may end right after, so that it is saved at once and a failure is an error.
+            reason: reason of the request; the `state_key` of this callback means that `train_time_interval` is over.
+            final: whether the run may end right after. Then the save is not in the background, and a failed save
+                raises an error.
 
         Returns:
-            The newest checkpoint.
+            Path of the newest checkpoint.
         """
         self._finish_pending(trainer)
         due = reason == self.state_key
@@ -499,7 +503,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def _folders(self) -> list[Path | None]:
-        """Folders that may hold this callback's checkpoints; None is the run's folder."""
+        """Folders that may hold this callback's checkpoints; None stands for `checkpoints/` in the run folder."""
         return [self.own_folder]
 
     def _path(self, text: str) -> Path:
@@ -508,22 +512,22 @@ class ModelCheckpoint(Callback):
     def _save(
         self, trainer: Trainer, last: bool = False, full: bool = False, at_once: bool = False, must: bool = False
     ) -> None:
-        """Save if the policy keeps the checkpoint, then delete those that it no longer keeps.
+        """Save a checkpoint if the policy would keep it, then delete checkpoints that the policy no longer keeps.
 
         Args:
-            last: save it without a rank, also where the policy would not keep it.
-            full: never the weights alone.
-            at_once: not beside the training.
-            must: raise an error whatever `on_error` says.
+            last: save even if the policy would not keep the checkpoint, and do not rank it.
+            full: save the full state even with `save_weights_only`.
+            at_once: save now even with `background`.
+            must: raise the error of a failed save even with `on_error="warn"`.
         """
         self._finish_pending(trainer)
-        # A save that was not due is kept as the newest but not ranked, since nobody has measured this step.
+        # A save that was not due gets no score, since the metric may be that of an earlier step.
         score = None if last or self.monitor is None else self._score(trainer)
-        # A score of nan counts as judged, but as no score: the checkpoint is kept as the newest, without a rank.
+        # A checkpoint whose metric is nan has no score: it is kept only as the newest one.
         bad = score is not None and math.isnan(score)
         new = Saved("", trainer.global_step, None if bad else score)
         newest = self._want_newest(trainer)
-        # A resumed run may validate and rank steps again that the interrupted run had saved.
+        # A resumed run may repeat a step that the interrupted run had saved: the new checkpoint replaces the old one.
         again = [] if last else [one for one in self.saved if one.step == new.step]
         others = [one for one in self.saved if one not in again]
         wanted = self.save_last or self.keep is not None or self.policy.takes(new, others)
@@ -533,7 +537,7 @@ class ModelCheckpoint(Callback):
             self._last_step_judged = trainer.global_step
         wanted = trainer.agree(wanted)
         if last and not wanted and newest is not None:
-            newest.take(trainer, at_once, must)  # the newest checkpoint of the run, which is not one of the ranked ones
+            newest.take(trainer, at_once, must)  # saves the newest state of the run, outside of the ranked checkpoints
         if not wanted and not (last and newest is None):
             return
         self.current_score = self.current_score if score is None else _tensor(score)
@@ -552,25 +556,25 @@ class ModelCheckpoint(Callback):
             self._finish_pending(trainer, must)
 
     def _want_newest(self, trainer: Trainer) -> NewestState | None:
-        """Request a save of the newest full state now; return its saver, or None if the run keeps no newest state."""
+        """Mark the run's newest full state as due; return its saver, or None if the run keeps no newest state."""
         newest = trainer.saver.newest if self.keeps_newest else None
         if newest is not None:
             newest.due = True
         return newest
 
     def _finish_pending(self, trainer: Trainer, must: bool = False) -> None:
-        """Wait for the save in progress. Collective; all ranks return the same."""
+        """Wait for the save in progress, and record its result. Collective: all ranks call it."""
         if self._pending is None:
             return
         (pending, new), self._pending = self._pending, None
-        # stays None until the save is known to be on the disk
+        # `_position_saved` stays None until the checkpoint is complete on the disk.
         reached, self._position_saved = self._position_saved, None
         try:
             path = trainer.saver.finish(pending)
         except Exception as error:  # noqa: BLE001  `_fail` decides
-            if pending.path is not None:  # checkpoints that could not be deleted stay in the list
+            if pending.path is not None:  # the save worked, but a later action failed
                 self._record(trainer, pending.path, new)
-                # A pending save with a path and an error means that a logger failed after the save.
+                # With `pending.error`, deleting failed: old checkpoints stay in the list. Without, a logger failed.
                 self._drop_deleted(trainer, () if pending.error else pending.dropped)
             self._fail(trainer, error, must)
         else:
@@ -601,7 +605,7 @@ class ModelCheckpoint(Callback):
             print_text(trainer, f"deleted {path}")
 
     def _find_best(self) -> None:
-        """Find the best of the kept checkpoints; if none has a score, keep the best one as it is."""
+        """Update the best checkpoint from the list; if no checkpoint has a score, change nothing."""
         if self.monitor is None:
             self.best_model_path = self.saved[-1].key if self.saved else ""
             return
@@ -612,7 +616,7 @@ class ModelCheckpoint(Callback):
     def _score(self, trainer: Trainer) -> float:
         values = _values(trainer)
         if self.monitor not in values:
-            self._save(trainer, last=True, full=True, at_once=True)  # saved without a rank, so that nothing is lost
+            self._save(trainer, last=True, full=True, at_once=True)  # save the state before the error below
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             saved = self.last_model_path if trainer.saver.newest is None else trainer.saver.newest.path
             raise SettingError(
@@ -635,7 +639,7 @@ _METRIC_IN_NAME = re.compile(r"\{(?!(?:epoch|step)[:}])[^{}]").search
 
 
 def _values(trainer: Trainer) -> dict[str, float]:
-    """Return the values for ranks and names of checkpoints: metrics, and `epoch` and `step`, logged or not."""
+    """Return the values that rank and name checkpoints: the logged metrics, and always `epoch` and `step`."""
     values: dict[str, float] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     for name, counted in (("epoch", trainer.position.epoch), ("step", trainer.global_step)):
         logged = values.get(name, math.nan)
@@ -644,7 +648,7 @@ def _values(trainer: Trainer) -> dict[str, float]:
 
 
 def _tensor(score: float | None) -> Tensor | None:
-    """Return a score as a 0-dim float64 tensor, as in Lightning."""
+    """Convert a score to a 0-dim float64 tensor, as in Lightning; None stays None."""
     return None if score is None else torch.tensor(score, dtype=torch.float64)
 
 
@@ -671,7 +675,7 @@ def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: 
 
 
 def format_name(template: str, values: dict[str, Any], insert_names: bool) -> str:
-    """Fill a filename template.
+    """Fill in the metrics of a filename template.
 
     Args:
         template: text with `{metric}` or `{metric:format}`; a metric that was not logged counts as 0.

@@ -1,4 +1,4 @@
-"""A table of the model's parts: parameters, sizes, and floating-point operations."""
+"""`ModelSummary`: a table of the model's modules with their parameters, sizes and floating-point operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 UNKNOWN_SIZE = "?"
 LEFTOVER_PARAMS_NAME = "other params"
-_NUMBERS = ("Params", "Trainable", "FLOPs")  # columns of numbers, which are aligned right
+_NUMBERS = ("Params", "Trainable", "FLOPs")  # columns that are aligned to the right
 _MB = 1_000_000
 
 
@@ -42,10 +42,11 @@ def _check_depth(depth: Any) -> int:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """Row of one module: dotted name, class, parameters (elements), trained ones, mode and work.
+    """The table's row for one module: its dotted name, class, number of parameters, mode ("train" or "eval") and so on.
 
-    Sizes and operations are known if the whole module has an `example_input_array`. They are the shapes of the first
-    input and output, nested like the data, and the floating-point operations of the forward pass. None if unknown.
+    `params` and `trainable` count elements. `in_size` and `out_size` are the shapes of the input and the output of the
+    module's first call, nested like the data, and `flops` is the number of floating-point operations of its forward
+    pass. These three are None if the whole module has no `example_input_array`.
     """
 
     name: str
@@ -60,7 +61,7 @@ class SummaryRow:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """Sizes of a module and its parts, as `summarize` counts them; `str` gives the table as plain text.
+    """The result of `summarize`: a row for each module, and totals. `str(summary)` is the table as plain text.
 
     Tied parameters count once in the totals. Parameters of lazy modules count 0 until they have a shape. The object
     also has the attributes of Lightning's `ModelSummary`: `total_parameters`, `layer_names`, `in_sizes`, `total_flops`
@@ -88,15 +89,15 @@ class Summary:
 
     @property
     def frozen_params(self) -> int:
-        """Parameters that are not trained."""
+        """Number of parameters that do not require gradients."""
         return self.total_params - self.trainable_params
 
     @property
     def size_mb(self) -> float:
-        """Parameters and buffers in megabytes of 1,000,000 bytes, by their present dtypes."""
+        """Size of parameters and buffers in megabytes of 1,000,000 bytes, by their current dtypes."""
         return (self.params_bytes + self.buffers_bytes) / _MB
 
-    # names that Lightning uses
+    # ---- attributes of Lightning's ModelSummary
 
     total_parameters = property(lambda self: self.total_params)
     trainable_parameters = property(lambda self: self.trainable_params)
@@ -110,7 +111,7 @@ class Summary:
     out_sizes = property(lambda self: [row.out_size or UNKNOWN_SIZE for row in self.rows])
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the columns of the table: each a title and a text per row; empty without rows."""
+        """Return the table's columns: pairs of a title and the list of the rows' texts; [] if there are no rows."""
         rows = self.rows if self.leftover is None else (*self.rows, self.leftover)
         if not self.rows:
             return []
@@ -131,7 +132,7 @@ class Summary:
         return columns
 
     def notes(self) -> list[str]:
-        """Return the lines below the totals."""
+        """Return the lines of remarks that are printed below the totals."""
         lines = []
         if self.total_flops and self.flops_per_sample is not None:
             lines.append(f"{count(round(self.flops_per_sample))} of these operations a sample")
@@ -149,19 +150,19 @@ class Summary:
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
-    """Count a module's parameters, and measure a forward pass of its example.
+    """Count a module's parameters, and measure sizes and operations in a forward pass of its example input.
 
-    The forward pass leaves no trace: modes, buffers, attributes of the modules and random streams are as before.
+    The forward pass changes nothing: modes, buffers, attributes of the modules and random generators are restored.
 
     Args:
-        module: any module; parameters may be on the meta device, or sharded (the whole is counted). With an
-            `example_input_array` (a tensor, the list of `forward`'s arguments, or a dict of them) it runs once, in
-            eval mode and without gradients, for the sizes of inputs and outputs and the number of operations. Without
-            one no forward pass is made.
-        max_depth: rows for the modules down to this depth: 1 the children, 0 none, -1 all.
+        module: any module; parameters may be on the meta device, or sharded (the whole parameters are counted). If it
+            has an `example_input_array` (a tensor, the list of `forward`'s arguments, or a dict of them), its forward
+            runs once, in eval mode and without gradients, to find the sizes of inputs and outputs and the number of
+            operations. Otherwise there is no forward pass.
+        max_depth: depth of the modules that get a row: 1: the children; 0: none; -1: all modules.
 
     Returns:
-        The rows and the totals.
+        The table's rows and the totals.
 
     Raises:
         SettingError: `max_depth` is below -1.
@@ -208,7 +209,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
 
 
 def _sizes(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Return how many elements parameters have, and how many of them are trained."""
+    """Return the number of elements of all parameters, and of those that require gradients."""
     sizes = [(_elements(parameter), parameter.requires_grad) for parameter in parameters]
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
@@ -216,10 +217,11 @@ def _sizes(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
 def _measure(
     module: nn.Module, shown: dict[str, nn.Module], example: Any
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, dict[Any, int]], int]:
-    """Run the module on its example.
+    """Run the module's forward on its example input.
 
     Returns:
-        What goes in and out of each shown module, as shapes; the operations of each, by kind; the number of all.
+        The input and output shapes of each module in `shown`; the operations of each module, by kind; and the total
+        number of operations.
     """
     sizes: dict[str, tuple[Any, Any]] = {}
     flops = {name: Counter[Any]() for name in shown}
@@ -229,7 +231,7 @@ def _measure(
         if first.dtype in (torch.float16, torch.bfloat16):
             example = map_leaves(lambda leaf: _as(leaf, first.dtype), example)
     counter = FlopCounter()
-    run = module._call_impl  # called without the compiler, which would take long for this one run
+    run = module._call_impl  # skips a compiled forward: compiling takes too long for one run
     with ExitStack() as stack:
         for name, child in shown.items():
 
@@ -245,7 +247,7 @@ def _measure(
                 stack.callback(child.register_forward_pre_hook(begin).remove)
                 stack.callback(child.register_forward_hook(end, with_kwargs=True).remove)
         stack.enter_context(torch.no_grad())
-        # restores the random state, so that a run with a summary equals a run without
+        # Restore the random generators, so that a run with a summary equals a run without it.
         stack.enter_context(isolate_rng())
         stack.enter_context(_kept(module))
         module.eval()
@@ -259,7 +261,7 @@ def _measure(
 
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Restore the modules' attributes, modes and buffers after the `with` block."""
+    """Restore the attributes, modes and buffers of all modules at the end of the `with` block."""
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -290,13 +292,13 @@ def _shape(data: Any) -> Any:
 
 
 class ModelSummary(Callback):
-    """Print a table of the model's parts before training, and the order in which the callbacks run.
+    """Print a table of the model's modules before training, and the order in which the callbacks run.
 
-    A rich table on a terminal, plain text elsewhere; on global rank 0 only. A subclass may print it in another way:
-    see `summarize`.
+    Global rank 0 prints a rich table on a terminal, and plain text elsewhere. A subclass may override `summarize` to
+    print it in another way.
 
     Args:
-        max_depth: rows for the modules down to this depth: 1 the children, 0 totals only, -1 all.
+        max_depth: depth of the modules that get a row: 1: the children; 0: totals only; -1: all modules.
         **summarize_kwargs: passed on to `summarize`.
 
     Raises:
@@ -312,7 +314,7 @@ class ModelSummary(Callback):
         self._summarize_kwargs = summarize_kwargs
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # Counted on every rank, since a sharded module may need collectives to count.
+        # Count on every rank, since a sharded module may need collectives for it.
         summary = summarize(module, self.max_depth)
         if not trainer.is_global_zero:
             return
@@ -340,16 +342,16 @@ class ModelSummary(Callback):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Print the summary; override to print it in another way. Called on global rank 0 only.
+        """Print the summary. Override this method to print it in another way. Called on global rank 0 only.
 
         Args:
-            summary_data: the table's columns: a title and the texts of the rows; empty where there are no rows.
-            total_parameters: number of parameters.
-            trainable_parameters: of those that are trained.
-            model_size: parameters and buffers in megabytes.
-            total_training_modes: modules in "train" and in "eval" mode.
-            total_flops: operations of a forward pass of the example; 0 where there is none.
-            **summarize_kwargs: the callback's own.
+            summary_data: the table's columns: pairs of a title and the texts of the rows; empty without rows.
+            total_parameters: number of all parameters.
+            trainable_parameters: number of parameters that require gradients.
+            model_size: size of parameters and buffers in megabytes.
+            total_training_modes: number of modules in "train" and in "eval" mode.
+            total_flops: operations of a forward pass of the example input; 0 without an example.
+            **summarize_kwargs: the `summarize_kwargs` of the callback's constructor.
         """
         totals = _totals(total_parameters, trainable_parameters, model_size, total_flops)
         if is_terminal(sys.stdout) and summary_data:
@@ -359,11 +361,11 @@ class ModelSummary(Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """A `ModelSummary` that is a rich table wherever it is printed.
+    """A `ModelSummary` that always prints a rich table, also where the output is not a terminal.
 
     Args:
-        max_depth: as in `ModelSummary`.
-        **summarize_kwargs: passed on to `summarize`, which knows `header_style`, a style of rich's.
+        max_depth: depth of the modules that get a row: 1: the children; 0: totals only; -1: all modules.
+        **summarize_kwargs: passed on to `summarize`, which uses `header_style`: a rich style for the table's header.
 
     Example:
         >>> RichModelSummary(max_depth=2, header_style="bold green").max_depth
@@ -380,7 +382,7 @@ class RichModelSummary(ModelSummary):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Print the summary by rich; arguments as in `ModelSummary.summarize`."""
+        """Print the summary as a rich table; the arguments are those of `ModelSummary.summarize`."""
         totals = [
             *_totals(total_parameters, trainable_parameters, model_size, total_flops),
             f"{total_training_modes['train']} modules in train mode, {total_training_modes['eval']} in eval mode",
@@ -389,14 +391,14 @@ class RichModelSummary(ModelSummary):
 
 
 def _totals(params: int, trainable: int, size_mb: float, flops: int) -> list[str]:
-    """Return the lines below the table."""
+    """Return the lines with the totals, which are printed below the table."""
     lines = [f"{count(params)} parameters, {count(trainable)} trainable, {count(params - trainable)} frozen; "]
     lines[0] += f"{size_mb:,.3f} MB"
     return lines + [f"{count(flops)} floating-point operations in a forward pass of the example"] * bool(flops)
 
 
 def _plain(columns: list[tuple[str, list[str]]]) -> list[str]:
-    """Format the columns as lines of text; no lines if there are no rows."""
+    """Format the table's columns as lines of plain text; no lines if there are no rows."""
     padded = []
     for title, texts in columns:
         width = max(len(text) for text in (title, *texts))
@@ -424,7 +426,7 @@ def _print_rich(columns: list[tuple[str, list[str]]], totals: list[str], header_
 
 
 def count(number: int) -> str:
-    """Format a count for people: 950, 1.3 K, 124 M.
+    """Format a number with at most three digits and a unit: 950, 1.3 K, 124 M.
 
     Example:
         >>> count(124_439_808)
@@ -440,7 +442,7 @@ def count(number: int) -> str:
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    # Under DeepSpeed's stage 3 an empty tensor replaces a parameter; `ds_numel` is the size of the whole parameter.
+    # DeepSpeed's stage 3 replaces a parameter by an empty tensor, whose `ds_numel` is the size of the whole parameter.
     return 0 if nn.parameter.is_lazy(tensor) else getattr(tensor, "ds_numel", tensor.numel())
 
 

@@ -1,4 +1,4 @@
-"""Stop training after a given time, and measure how long each stage took."""
+"""`Timer`: stop training after a given time, and measure how long each stage takes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 _STAGES = ("train", "validate", "test")
-# seconds until a stop is requested again that the Trainer may not follow yet (min_steps); not at every step
+# seconds between two requests to stop, which are repeated because the Trainer first completes `min_steps`
 _AGAIN_S = 1.0
 
 
 class Timer(Callback):
     """Stop training after a given time.
 
-    Only rank 0's clock counts: it sets the stop trigger, and all ranks leave the loop at the same step. The time of
-    earlier runs is added after a restart.
+    Only rank 0's clock counts, and all ranks leave the loop at the same step. After a restart, the training time before
+    the restart counts too.
 
     Args:
-        duration: the time to train, as "DD:HH:MM:SS", a timedelta, or a dict of its arguments; with 0 no step is
-            done. None: only measure.
-        interval: look at the clock after every "step" or every "epoch".
-        verbose: say so when the time is up.
+        duration: the time to train, as "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments; with 0 no step
+            is done. None: only measure.
+        interval: "step" or "epoch": check the time after every step or every epoch.
+        verbose: print a line when the time is over.
 
     Raises:
         SettingError: an argument is wrong.
@@ -48,7 +48,7 @@ class Timer(Callback):
             None if duration is None else parse_duration("duration", duration, or_zero=True).total_seconds()
         )
         self.interval = choice("step", "epoch")("interval", interval)
-        if interval == "step":  # set on this object, not on the class, so that other timers have no call at every step
+        if interval == "step":  # a Timer that checks by epoch costs no call at each step
             self.on_train_batch_end = self._after_batch
         self.verbose = verbose
         self._start: dict[str, float] = {}
@@ -58,15 +58,15 @@ class Timer(Callback):
         self._warned = False
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Time at which this stage last began, in seconds of `time.monotonic`; None if it has not begun."""
+        """Return the time of the stage's last start, in seconds of `time.monotonic`; None if it has not begun."""
         return self._start.get(_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Time at which this stage last ended, in seconds of `time.monotonic`; None if it has not ended."""
+        """Return the time of the stage's last end, in seconds of `time.monotonic`; None if it has not ended."""
         return self._end.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds spent in this stage, including earlier runs."""
+        """Return the seconds spent in this stage, including the time before a restart."""
         stage = _stage(stage)
         start = self._start.get(stage)
         if start is None:
@@ -74,15 +74,15 @@ class Timer(Callback):
         return self._before[stage] + self._end.get(stage, time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds left for this stage; None without a duration."""
+        """Return the seconds of `duration` that are left; None without a duration."""
         return None if self.duration_s is None else self.duration_s - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds spent in every stage."""
+        """Return the seconds spent in each stage."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the seconds spent in earlier runs."""
+        """Restore the seconds that were spent in each stage before the restart."""
         self._before.update({str(stage): float(elapsed_s) for stage, elapsed_s in state_dict["time_elapsed"].items()})
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -96,7 +96,7 @@ class Timer(Callback):
                 self._stop(trainer)
 
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # A subclass may override the hook.
+        # A subclass may define this hook.
         type(self).on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)
         if time.monotonic() >= self._deadline:
             self._stop(trainer)

@@ -1,1 +1,1 @@
-"""Callbacks that the core does not import: a run has one only if its user or an installed package adds it."""
+"""Optional callbacks: the Trainer never imports them; a run has one only if the user or a package adds it."""

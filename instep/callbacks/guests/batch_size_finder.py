@@ -1,4 +1,4 @@
-"""The largest batch size that fits into memory, found by running steps with larger and larger batches."""
+"""`BatchSizeFinder`: find the largest batch size that fits into memory by trying larger and larger batches."""
 
 from __future__ import annotations
 
@@ -20,31 +20,34 @@ _MARGIN = Check(lambda value: is_number(value) and 0.0 <= value < 1.0, "a number
 
 
 class BatchSizeFinder(Callback):
-    """Find the largest batch size that fits into memory, by steps that are undone afterwards.
+    """Find the largest batch size that fits into memory, by trial steps that are undone afterwards.
 
-    The size is an attribute of the module or datamodule, whose loader methods use it. For each trial, the callback sets
-    the attribute, requests the loaders again, and runs a few training and validation steps. If a rank runs out of
-    memory anywhere in a step, all ranks learn of it and continue with the same size. The found size stays in the
-    attribute; all other effects of the steps are undone. A resumed run keeps the size and does not search again.
+    The batch size is an attribute of the module or datamodule, and its `..._dataloader` methods must read this
+    attribute. For each size, the callback sets the attribute, makes the dataloaders again, and runs a few training and
+    validation steps. If any rank runs out of memory, the size counts as too large on all ranks. At the end the
+    attribute keeps the size that was found, and all other effects of the trial steps are undone. A resumed run keeps
+    the size and does not search again.
 
     To search at other epochs too, call `scale_batch_size(trainer, module)` in `on_train_epoch_start` of a subclass.
 
     Args:
-        mode: "power": double the size until memory runs out. "binsearch": and then halve the distance between the last
-            size that fitted and the first that did not.
-        steps_per_trial: optimizer steps with each size, and batches of each validation loader.
-        init_val: the first size.
-        max_trials: the most sizes that are tried, in "binsearch" the most that fit.
-        batch_arg_name: the attribute of the module, the datamodule or their hyperparameters; samples per process.
-        margin: this part of the size that "binsearch" finds is left free.
-        max_val: the largest size.
+        mode: "power": double the size until memory runs out. "binsearch": double it, then search between the largest
+            size that fitted and the smallest that did not by bisection.
+        steps_per_trial: number of optimizer steps, and of batches of each validation dataloader, for each size.
+        init_val: the first size to try.
+        max_trials: the largest number of sizes to try; with "binsearch", the largest number of sizes that fit.
+        batch_arg_name: name of the attribute of the module, the datamodule or their `hparams` that holds the batch
+            size, in samples per process.
+        margin: fraction by which the size that "binsearch" found is reduced.
+        max_val: the largest size to try.
 
     Attributes:
-        optimal_batch_size: the result; `init_val` before it has run.
+        optimal_batch_size: the size that was found; `init_val` before the search.
 
     Raises:
         SettingError: an argument is wrong.
-        UsageError: (in the run) the data does not come from methods that could use the size, or no size fits.
+        UsageError: (in the run) the dataloaders were passed to the Trainer and not made by methods that could read the
+            attribute, there is no such attribute, or no size fits.
 
     Example:
         >>> BatchSizeFinder(mode="binsearch", margin=0.1).optimal_batch_size
@@ -96,7 +99,7 @@ class BatchSizeFinder(Callback):
         self.scale_batch_size(trainer, module)
 
     def scale_batch_size(self, trainer: Trainer, module: TrainModule) -> None:
-        """Search for the batch size now: at the start of a run or of an epoch. Collective."""
+        """Search for the batch size now. Call it on all ranks, at the start of a run or of an epoch."""
         if trainer.fast_dev_run:
             warn_user("Skipping batch size scaler since `fast_dev_run` is enabled.")
             return
@@ -132,12 +135,12 @@ class BatchSizeFinder(Callback):
         print_text(trainer, f"BatchSizeFinder: {self._batch_arg_name} set to {size}")
 
     def apply(self, module: TrainModule, datamodule: Any = None) -> None:
-        """Set the attribute to the batch size that was found, if one was found."""
+        """Set the `batch_arg_name` attribute to the batch size that was found; do nothing before the search."""
         if self._found and self.optimal_batch_size is not None:
             _put(holders(self._batch_arg_name, module, datamodule), self.optimal_batch_size)
 
     def _places(self, module: TrainModule, datamodule: Any) -> list[Callable[..., Any]]:
-        """Find the objects that have the batch size as an attribute; the value of the last one counts."""
+        """Find the objects that have the batch size as an attribute; return a getter and setter for each."""
         name = self._batch_arg_name
         places = holders(name, module, datamodule)
         if not places:
@@ -160,7 +163,7 @@ class BatchSizeFinder(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimal_batch_size, self._found = int(state_dict["batch_size"]), True
-        if self._module is not None:  # called before the module's loaders are made
+        if self._module is not None:  # set the size now, before the dataloaders are made
             self.apply(self._module, self._module.trainer.datamodule)
 
 
@@ -170,15 +173,15 @@ def _put(places: list[Callable[..., Any]], size: int) -> None:
 
 
 class _Search:
-    """Search for the largest size that fits.
+    """Search for the largest batch size that fits into memory.
 
     Args:
-        fits: tries a size.
-        most: returns the size from which on a batch has all samples; None while unknown.
-        left: returns whether the search is to be left.
-        first: the first size.
-        trials: as `BatchSizeFinder`'s `max_trials`.
-        largest: as its `max_val`.
+        fits: function that runs steps with a size and returns whether they fitted.
+        most: function that returns the size of a batch with all samples of the data set; None while unknown.
+        left: function that returns whether the run was interrupted, so that the search must end.
+        first: the first size to try.
+        trials: `max_trials` of `BatchSizeFinder`.
+        largest: `max_val` of `BatchSizeFinder`.
     """
 
     def __init__(
@@ -194,7 +197,7 @@ class _Search:
         self._size, self._trials, self._largest = min(first, largest), trials, largest
 
     def power(self) -> int | None:
-        """Return the size that doubling found; None if the search was ended early."""
+        """Find the largest size that fits by doubling; return None if the search was interrupted."""
         size, best, failed = self._size, None, None
         for count in range(1, self._trials + 1):
             if self._left():
@@ -215,7 +218,7 @@ class _Search:
         return self._found(best, failed)
 
     def binsearch(self, margin: float) -> int | None:
-        """Return the size that bisection found, minus the margin; None if the search was ended early."""
+        """Find the largest size that fits by bisection, and subtract the margin; return None if interrupted."""
         size, best, failed, fitted = self._size, 0, None, 0
         while fitted < self._trials and (failed is None or failed - best > 1):
             if self._left():
@@ -240,7 +243,7 @@ class _Search:
         return less
 
     def _larger(self, size: int) -> int:
-        """Return twice the size; return the size itself if a larger one is useless."""
+        """Return the next size to try, at most twice `size`; return `size` itself if a larger batch is not possible."""
         most = self._most()
         if most is not None and size >= most:
             rank_zero_info(f"The batch size {size} is greater or equal than the length of your dataset: {most}.")

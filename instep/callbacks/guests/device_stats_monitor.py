@@ -1,4 +1,4 @@
-"""Log what the processor, its memory and the GPU are doing."""
+"""`DeviceStatsMonitor`: log the load and the memory of the CPU and the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_EVERY_S = 1.0  # seconds, as nvidia-smi's default; a sample takes 0.1 ms of a CPU, and some ms with NVML
+_EVERY_S = 1.0  # seconds between two samples; a sample takes 0.1 ms of CPU time, and a few ms if NVML is read
 
 Sampler = Callable[[], dict[str, float]]
 
@@ -26,25 +26,26 @@ Sampler = Callable[[], dict[str, float]]
 class DeviceStatsMonitor(Callback):
     """Log statistics of this process's device to the loggers, every `log_every_n_steps` batches.
 
-    A thread takes a sample every second and the loop logs the newest one, so that a step waits neither for the
-    operating system nor for a driver. Names are `DeviceStatsMonitor.on_train_batch_end/cpu_percent`, and the same with
-    `on_validation_batch_end` and `on_test_batch_end`.
+    A thread takes a sample every second and the training loop logs the newest sample, so that a step waits neither for
+    the operating system nor for a driver. The logged names have the form
+    `DeviceStatsMonitor.on_train_batch_end/cpu_percent`, with `on_validation_batch_end` or `on_test_batch_end` in
+    validation and test.
 
-    - CPU, by psutil: `cpu_percent`, `cpu_vm_percent` (memory) and `cpu_swap_percent`, of the whole machine.
-    - CUDA, by torch: all of `torch.cuda.memory_stats`, such as `allocated_bytes.all.peak`.
-    - CUDA, by nvidia-ml-py where it is installed, with nvidia-smi's names: `utilization.gpu` and `utilization.memory`
-      (percent), `memory.used` and `memory.total` (bytes, of all processes), `temperature.gpu` (degrees Celsius),
-      `power.draw` (watts) and `clocks.sm` (MHz). Values that a device does not report are left out.
+    - CPU, read by psutil: `cpu_percent`, `cpu_vm_percent` (memory) and `cpu_swap_percent`, of the whole machine.
+    - CUDA, read by torch: all values of `torch.cuda.memory_stats`, such as `allocated_bytes.all.peak`.
+    - CUDA, read by nvidia-ml-py if it is installed, under the names of nvidia-smi: `utilization.gpu` and
+      `utilization.memory` (percent), `memory.used` and `memory.total` (bytes, of all processes), `temperature.gpu`
+      (degrees Celsius), `power.draw` (watts) and `clocks.sm` (MHz). Values that a device does not report are left out.
 
-    Each process measures its own device; the main process's loggers show the main process's device.
+    By default only the main process logs, so the values are those of its machine and its device.
 
     Args:
-        cpu_stats: log the CPU's statistics. None: where the device has none of its own, that is everywhere but on CUDA.
-        filter_keys: names to log, as above without what stands before the "/". None: all of them.
+        cpu_stats: whether to log the CPU's statistics. None: only if the device is not a CUDA device.
+        filter_keys: statistics to log, such as {"cpu_percent", "power.draw"}. None: all statistics.
 
     Raises:
         SettingError: there is no logger.
-        MissingPackageError: the CPU's statistics are asked for and psutil is not installed.
+        MissingPackageError: the CPU's statistics are to be logged and psutil is not installed.
 
     Example:
         >>> monitor = DeviceStatsMonitor(filter_keys={"cpu_percent", "allocated_bytes.all.peak"})
@@ -72,12 +73,12 @@ class DeviceStatsMonitor(Callback):
                 "Cannot use `DeviceStatsMonitor` callback with `Trainer(logger=False)`: give Trainer(logger=...) one, "
                 "or leave the callback out."
             )
-        # If no logger writes values, none are measured.
+        # Measure nothing in a process that does not log.
         self._every = trainer.log_every_n_steps if trainer.loggers and logs_here(trainer) else 0
         if not self._every:
             return
         self._samplers = self._choose(trainer.strategy.root_device)
-        # psutil's first percentage is 0.0; each later one covers the time since the last call
+        # psutil returns 0.0 as the first CPU percentage; each later percentage covers the time since the last call.
         self._newest = self._sample()
         unknown = (self.filter_keys or frozenset()) - self._newest.keys()
         if unknown:
@@ -94,11 +95,11 @@ class DeviceStatsMonitor(Callback):
         thread, self._thread = self._thread, None
         if thread is not None:
             self._over.set()
-            thread.join(_EVERY_S)  # with a timeout, so that a driver that hangs cannot keep the run from ending
+            thread.join(_EVERY_S)  # with a timeout, so that the run ends even if a driver hangs in the thread
         self._samplers, self._newest = [], None
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._logged_step = trainer.global_step  # the logs of a resumed run have this step already
+        self._logged_step = trainer.global_step  # a resumed run has already logged this step
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -144,7 +145,7 @@ class DeviceStatsMonitor(Callback):
         return {name: value for sampler in self._samplers for name, value in sampler().items()}
 
     def _run(self, over: threading.Event) -> None:
-        wait_s = 0.1  # a short first wait, so that percentages come soon
+        wait_s = 0.1  # the first wait is short, so that the first real CPU percentage is available soon
         while not over.wait(wait_s):
             self._newest = self._sample()
             wait_s = _EVERY_S
@@ -160,13 +161,13 @@ def _cpu_sampler() -> Sampler:
 
 
 def _nvml_sampler(device: torch.device) -> Sampler:
-    """Make the function that reads a device's values by NVIDIA's library; a value that fails is not read again."""
+    """Make the function that reads a GPU's statistics through NVML; it skips a statistic that has failed once."""
     pynvml: Any = require("pynvml", extra="monitor", purpose="DeviceStatsMonitor")
     try:
         pynvml.nvmlInit()
         # Find the device by its UUID, since NVML ignores the numbering of CUDA_VISIBLE_DEVICES.
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    # Raised for a slice of a GPU (MIG), or in a container without the driver's library.
+    # NVML raises an error for a slice of a GPU (MIG), or in a container without the driver's library.
     except pynvml.NVMLError as error:
         warn_user(f"DeviceStatsMonitor logs memory alone of {device}: NVIDIA's library says {error}")
         return dict
@@ -185,7 +186,7 @@ def _nvml_sampler(device: torch.device) -> Sampler:
         for name, ask in tuple(questions.items()):
             try:
                 values[name] = float(ask())
-            except pynvml.NVMLError:  # some values do not exist, such as the utilization of a MIG slice
+            except pynvml.NVMLError:  # not every device has every statistic: a MIG slice has no utilization
                 del questions[name]
         return values
 

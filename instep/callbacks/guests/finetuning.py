@@ -1,4 +1,4 @@
-"""Fine-tuning: layers that are frozen at first, and join the training later."""
+"""Fine-tuning callbacks: layers are frozen at first, and trained from a later epoch on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_MOMENTA = ("base_momentum", "max_momentum")  # keys under which schedulers keep momenta in the optimizer's groups
+_MOMENTA = ("base_momentum", "max_momentum")  # keys of a parameter group in which schedulers keep their momentum limits
 _RATES_PER_GROUP = ("base_lrs", "max_lrs")
 _PER_GROUP = (*_RATES_PER_GROUP, "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 
@@ -31,19 +31,20 @@ Modules = nn.Module | Iterable[Any]
 
 
 class BaseFinetuning(Callback):
-    """Freeze parts of a module before training, and let them join it at the start of later epochs.
+    """Freeze parts of a module before training, and unfreeze them at the start of later epochs.
 
     Override `freeze_before_training` and `finetune_function`. `freeze_before_training` runs before
     `configure_optimizers`, which should give the optimizer only parameters that require gradients. `finetune_function`
-    runs once at the start of every epoch.
+    runs at the start of every epoch, once for each optimizer.
 
-    A checkpoint holds which parameters were frozen and the optimizer's groups. A resumed run gets the same groups
-    before the optimizer's state is loaded, also within an epoch, under another strategy and with another world size.
-    Learning-rate schedules treat a new group as if it had started with the initial rate that leads to its present rate.
+    A checkpoint holds the names of the frozen parameters and the optimizer's parameter groups. A resumed run gets the
+    same groups before the optimizer's state is loaded, also if it resumes within an epoch, under another strategy or
+    with another world size. The learning rate of a new group follows the schedule of the first group, scaled to the
+    rate with which the group was added.
 
     Raises:
-        SettingError: at the start, the strategy takes no new parameter groups (DeepSpeed).
-        HookError: one of the two methods is not overridden.
+        SettingError: (at the start of the run) the strategy cannot add parameter groups (DeepSpeed).
+        HookError: `freeze_before_training` or `finetune_function` is not overridden.
 
     Example:
         >>> class UnfreezeEncoder(BaseFinetuning):
@@ -79,7 +80,7 @@ class BaseFinetuning(Callback):
         raise HookError(f"{type(self).__name__} has no freeze_before_training(module); BaseFinetuning calls it")
 
     def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the layers that join in this epoch. Called once for each epoch and optimizer."""
+        """Unfreeze the layers that are trained from this epoch on. Called once for each epoch and optimizer."""
         raise HookError(
             f"{type(self).__name__} has no finetune_function(module, epoch, optimizer); BaseFinetuning calls it"
         )
@@ -88,10 +89,10 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return all inner modules without children, or with parameters of their own.
+        """Return all modules and submodules that have no children or have parameters of their own.
 
         Args:
-            modules: a module, or an iterable of modules and of such iterables.
+            modules: a module, or an iterable of modules; iterables may be nested.
         """
         if isinstance(modules, nn.Module):
             every: Iterable[nn.Module] = modules.modules()
@@ -101,12 +102,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the trainable parameters, or the frozen ones.
+        """Yield the trainable parameters of modules, or their frozen parameters.
 
         Args:
-            modules: as for `flatten_modules`.
-            train_bn: False leaves out those of BatchNorm layers.
-            requires_grad: which of the two.
+            modules: a module, or a (nested) iterable of modules.
+            train_bn: whether to include parameters of BatchNorm layers.
+            requires_grad: True: yield the trainable parameters. False: yield the frozen ones.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
@@ -116,7 +117,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let parameters require gradients, and BatchNorm layers keep running statistics."""
+        """Unfreeze all parameters of modules, and turn on the running statistics of their BatchNorm layers."""
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm):
                 module.track_running_stats = True
@@ -125,7 +126,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters, not those of its children."""
+        """Freeze the parameters that belong to the module itself, not those of its children."""
         if isinstance(module, _BatchNorm):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
@@ -133,11 +134,11 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze the parameters of modules and of all modules within.
+        """Freeze the parameters of modules and all their submodules.
 
         Args:
-            modules: as for `flatten_modules`.
-            train_bn: leave BatchNorm layers trainable.
+            modules: a module, or a (nested) iterable of modules.
+            train_bn: True: BatchNorm layers stay trainable.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and train_bn:
@@ -147,9 +148,9 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that an optimizer does not have yet; warn of those that it has."""
+        """Return the parameters that the optimizer does not have yet; warn if it already has some of them."""
         there = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        every = list(dict.fromkeys(params))  # without duplicates, since a tied parameter comes twice
+        every = list(dict.fromkeys(params))  # remove duplicates: a tied parameter occurs twice
         new = [parameter for parameter in every if id(parameter) not in there]
         if len(new) < len(every):
             name = type(optimizer).__name__
@@ -169,26 +170,26 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Let modules be trained: their parameters become a new group of the optimizer.
+        """Unfreeze modules, and add their parameters to the optimizer as a new parameter group.
 
         Args:
-            modules: as for `flatten_modules`.
-            optimizer: parameters that it has already stay in their group.
-            lr: the new group's learning rate.
-            initial_denom_lr: without `lr`, the first group's rate divided by this.
-            train_bn: whether parameters of BatchNorm layers are among them.
+            modules: a module, or a (nested) iterable of modules.
+            optimizer: the optimizer; parameters that it already has stay in their group.
+            lr: the new group's learning rate. None: the first group's rate divided by `initial_denom_lr`.
+            initial_denom_lr: divisor of the first group's rate; not used if `lr` is given.
+            train_bn: whether the new group includes parameters of BatchNorm layers.
         """
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
         trained = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
-        norms = BaseFinetuning._norms_of(modules, optimizer)  # by default, `freeze` does not freeze BatchNorm layers
+        norms = BaseFinetuning._norms_of(modules, optimizer)  # these are usually trained from the start
         new = BaseFinetuning.filter_on_optimizer(optimizer, [p for p in trained if id(p) not in norms])
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
 
     @staticmethod
     def _norms_of(modules: Modules, optimizer: Optimizer) -> set[int]:
-        """Return the ids of parameters of BatchNorm layers that the optimizer has."""
+        """Return the ids of those BatchNorm parameters of `modules` that the optimizer already has."""
         layers = [layer for layer in BaseFinetuning.flatten_modules(modules) if isinstance(layer, _BatchNorm)]
         own = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
         return own & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -214,7 +215,7 @@ class BaseFinetuning(Callback):
             self.freeze_before_training(module)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Restore which parameters were frozen and which groups were added, in the checkpoint or the last fit."""
+        """Freeze parameters and add parameter groups as in the checkpoint, or as at the end of the previous fit."""
         if self._restarting:
             self._restore(trainer, module)
             self._restarting = False
@@ -222,7 +223,7 @@ class BaseFinetuning(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         epoch = trainer.current_epoch
         if epoch == self._tuned_epoch:
-            return  # the run was resumed within the epoch
+            return  # the run was resumed within this epoch, so `finetune_function` has already run
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         for index, optimizer in enumerate(trainer.optimizers):
             before = [float(group["lr"]) for group in optimizer.param_groups]
@@ -272,7 +273,7 @@ class BaseFinetuning(Callback):
         groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in saved]
         own = [{id(parameter) for parameter in group["params"]} for group in optimizer.param_groups]
         if own != [{id(parameter) for parameter in group["params"]} for group in groups[: len(own)]]:
-            # `finetune_function` may have moved parameters: restore all groups as they were.
+            # `finetune_function` may have moved parameters between groups, so make all groups anew.
             optimizer.param_groups.clear()
         for group in groups[len(optimizer.param_groups) :]:
             optimizer.add_param_group(group)
@@ -295,7 +296,7 @@ class BaseFinetuning(Callback):
 
 
 def _aliases(name: str) -> tuple[str, ...]:
-    """Return the names that a parameter may have had in another run: pruning calls it `..._orig`."""
+    """Return the names that the parameter may have in the checkpoint: `ModelPruning` adds `_orig` to names."""
     return (f"{name}_orig", name.removesuffix("_orig"), name)
 
 
@@ -305,7 +306,7 @@ def _warn(text: str) -> None:
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2: the backbone's learning rate doubles with every epoch."""
+    """Return 2, so that the backbone's learning rate doubles at every epoch."""
     return 2.0
 
 
@@ -313,23 +314,23 @@ _FUNCTION = Check(callable, "a function of the epoch's number that returns a fac
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Train `module.backbone` from some epoch on, with a learning rate that grows to that of the rest.
+    """Train `module.backbone` from a given epoch on, with a learning rate that grows to that of the other layers.
 
     Args:
         unfreeze_backbone_at_epoch: epoch from which the backbone is trained; epochs count from 0.
-        lambda_func: takes the number of the epoch plus one, and returns the factor by which the backbone's learning
-            rate grows at the epoch's start.
+        lambda_func: function that takes the number of the epoch plus one, and returns the factor by which the
+            backbone's learning rate is multiplied at the start of that epoch.
         backbone_initial_ratio_lr: the backbone's first rate, as a fraction of the first group's rate.
-        backbone_initial_lr: the backbone's first rate; replaces `backbone_initial_ratio_lr`.
-        should_align: whether the rate follows the first group's rate after it has reached it.
-        initial_denom_lr: accepted since Lightning has it; it has no effect.
-        train_bn: whether BatchNorm layers train with the unfrozen backbone. Before that, they always train.
+        backbone_initial_lr: the backbone's first rate; if given, `backbone_initial_ratio_lr` is not used.
+        should_align: whether the backbone's rate stops growing when it reaches the first group's rate, and follows it.
+        initial_denom_lr: an argument of Lightning's; it has no effect.
+        train_bn: whether the backbone's BatchNorm layers are added with it. They are trained while it is frozen.
         verbose: print the rates.
-        rounding: digits of the printed rates.
+        rounding: number of decimal digits of the printed rates.
 
     Raises:
-        SettingError: an argument is wrong. At the start: the module has no `backbone`, or the strategy takes no new
-            parameter groups.
+        SettingError: an argument is wrong. (At the start of the run:) the module has no `backbone`, or the strategy
+            cannot add parameter groups (DeepSpeed).
 
     Example:
         >>> BackboneFinetuning(unfreeze_backbone_at_epoch=3, lambda_func=lambda epoch: 1.5).unfreeze_backbone_at_epoch
@@ -402,16 +403,16 @@ class BackboneFinetuning(BaseFinetuning):
 def schedule_groups(
     optimizer: Optimizer, schedulers: Sequence[Any], changed: Iterable[int], lr: float | None = None
 ) -> None:
-    """Apply schedules to parameter groups that were added, or whose learning rate was set by hand.
+    """Apply learning-rate schedulers to parameter groups that were added, or whose rate was set by hand.
 
-    Such a group follows the schedule of the first group, scaled so that it gives the group's present rate. torch's
-    schedulers know only the groups that the optimizer had when the scheduler was made.
+    torch's schedulers know only the groups that the optimizer had when the scheduler was made. Each of the changed
+    groups gets the schedule of the first group, scaled to the current rate of the changed group.
 
     Args:
-        optimizer: has the groups, with their present rates.
-        schedulers: torch's; those of other optimizers are left alone.
-        changed: indices of the groups, none of them 0.
-        lr: the first group's rate on its schedule, where it is not the present one.
+        optimizer: the optimizer, whose groups have their current rates.
+        schedulers: torch's schedulers; those of other optimizers are not changed.
+        changed: indices of the groups that were added or changed; 0 is not allowed.
+        lr: the rate that the schedule gives to the first group now. None: the first group's current rate.
     """
     own = [leaf for scheduler in schedulers for leaf in leaves_of(scheduler)]
     own = [leaf for leaf in own if getattr(leaf, "optimizer", None) is optimizer]
@@ -436,12 +437,12 @@ def schedule_groups(
 
 
 def _schedule_group(leaf: Any, index: int, scale: float) -> None:
-    """Extend a scheduler's per-group lists by an entry for a new group, derived from the first group's."""
+    """Set the entry of group `index` in each per-group list of a scheduler, by scaling the first group's entry."""
     for name in _PER_GROUP:
         values = getattr(leaf, name, None)
         if not isinstance(values, list) or not values:
             continue
         if index == len(values):
-            values.append(deepcopy(values[0]))  # copied, since a factor may be an object that counts its calls
+            values.append(deepcopy(values[0]))  # a copy: the entry may be a function object with state
         if name in _RATES_PER_GROUP:
             put_rate(values, index, float(values[0]) * scale)

@@ -1,4 +1,4 @@
-"""Change the number of accumulated micro-batches from epoch to epoch."""
+"""`GradientAccumulationScheduler`: change the number of accumulated micro-batches at given epochs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Change the number of micro-batches per optimizer step at given epochs.
 
-    `trainer.accumulate_grad_batches` is the present number, and `trainer.estimated_stepping_batches` includes all
-    changes. The last window of an epoch may have fewer micro-batches; its gradients are divided by its own number of
-    samples. The number follows from the epoch alone, so that a run resumes exactly. To change at a step rather than an
-    epoch, with the samples of an optimizer step held over any number of processes: `Trainer(global_batch_size={0: 64,
-    1000: 256})`.
+    `trainer.accumulate_grad_batches` is the current number, and `trainer.estimated_stepping_batches` includes all
+    changes. The last optimizer step of an epoch may have fewer micro-batches; its gradients are divided by its own
+    number of samples. The number depends on the epoch alone, so that a run resumes exactly. To change the number of
+    samples per optimizer step at a step rather than an epoch, use `Trainer(global_batch_size={0: 64, 1000: 256})`,
+    which is independent of the number of processes.
 
     Args:
-        scheduling: micro-batches per optimizer step by the epoch, from 0, from which they hold. 1 before the first.
+        scheduling: maps an epoch (counted from 0) to the number of micro-batches per optimizer step from that epoch
+            on. Before the first epoch of the dict the number is 1.
 
     Raises:
-        SettingError: no entries, an epoch below 0, or a number below 1.
+        SettingError: `scheduling` is empty, or has an epoch below 0 or a number below 1.
 
     Example:
         >>> scheduler = GradientAccumulationScheduler({0: 8, 4: 2})  # small steps of the optimizer from the fifth epoch
         >>> [scheduler.get_accumulate_grad_batches(epoch) for epoch in (0, 3, 4, 9)]
         [8, 8, 2, 2]
 
-    Source: Lightning's callback of this name.
+    Source: Lightning's `GradientAccumulationScheduler`.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
@@ -61,15 +62,15 @@ class GradientAccumulationScheduler(Callback):
         self.epochs = list(self.scheduling)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Return whether any epoch accumulates."""
+        """Return whether any epoch has more than one micro-batch per optimizer step."""
         return any(factor > 1 for factor in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the micro-batches per optimizer step of an epoch, counted from 0."""
+        """Return the number of micro-batches per optimizer step in an epoch; epochs count from 0."""
         return self.scheduling[max(begin for begin in self.epochs if begin <= epoch)]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Check that no other setting sets the accumulation."""
+        """Check that no other setting changes `accumulate_grad_batches`."""
         if sum(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks) > 1:
             raise SettingError(
                 "two GradientAccumulationScheduler callbacks would each set the accumulation. Leave one of them out: "

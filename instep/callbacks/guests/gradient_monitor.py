@@ -1,4 +1,4 @@
-"""Log norms of gradients, by parameter or layer, and their histograms."""
+"""`GradientMonitor` and `grad_norm`: norms of gradients by parameter or layer, and histograms of gradients."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _BINS = 64
 
 
 class _Row(NamedTuple):
-    """Values of one step that are being copied to the host."""
+    """The gradient norms of one step, which are being copied from the device to the host."""
 
     step: int
-    values: Tensor  # a row per parameter: its norm, then its largest element and the counts of its histogram
+    values: Tensor  # a row per parameter: norm, then (with histograms) largest absolute element and bin counts
     ready: Callable[[], bool]
     wait: Callable[[], None]
     names: list[str]
@@ -41,28 +41,29 @@ class _Row(NamedTuple):
 
 
 class GradientMonitor(Callback):
-    """Log the norm of every parameter's gradient, and of all together, every `log_every_n_steps` optimizer steps.
+    """Log the norm of each gradient, and of all gradients together, every `log_every_n_steps` optimizer steps.
 
-    Names are `grad_2.0_norm/layer.weight` and `grad_2.0_norm_total`. The gradients are complete at that point: of the
-    whole accumulation window, reduced over ranks, without the gradient scaler's factor, and not clipped yet. For
-    sharded gradients (FSDP, tensor parallelism) the norm is that of the whole gradient; in a pipeline each process logs
-    its own stage. The values are copied to the host while training continues, and logged under their own step.
+    The logged names are `grad_2.0_norm/layer.weight` and `grad_2.0_norm_total`. The norms are computed right before
+    the optimizer step: gradients are accumulated over all micro-batches, reduced over ranks, and unscaled, but not
+    clipped yet. For sharded gradients (FSDP, tensor parallelism) the norm is that of the whole gradient; in a pipeline
+    each process logs its own stage. The values are copied to the host while training continues, and logged under the
+    step to which they belong.
 
     Args:
-        norm_type: the order of the norm; "inf" for the largest element.
-        depth: norms by layer: of all parameters whose names begin with the same so many parts, such as `encoder.0`
-            with 2; 0 for the total alone. None: of each parameter.
+        norm_type: the order of the norm; "inf" for the largest absolute element.
+        depth: None: log a norm for each parameter. A number: log a norm for each layer, that is for all parameters
+            whose names begin with the same `depth` parts, such as `encoder.0` with 2; with 0 only the total.
         histograms: log a histogram of each gradient too, by `logger.log_histogram`, as `gradients/layer.weight`.
-        group_separator: stands in the names between what the value is and the parameter's name.
+        group_separator: text between `grad_2.0_norm` and the parameter's name in the logged names.
 
     Raises:
-        SettingError: an argument is wrong, or there is no logger.
+        SettingError: an argument is wrong. (At the start of fit:) there is no logger.
 
     Example:
         >>> GradientMonitor(depth=1).depth
         1
 
-    Source: Lightning's `grad_norm`, which a module calls itself.
+    Source: Lightning's `grad_norm`, which users call in their own module.
     """
 
     def __init__(
@@ -98,13 +99,13 @@ class GradientMonitor(Callback):
         self._names, self._waiting = {}, []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        step = trainer.global_step + 1  # step of the values that the loop passes after this step
+        step = trainer.global_step + 1  # the loop logs this step's other values under this number too
         if self._every and step % self._every == 0:
             self._deliver(trainer, only_ready=True)
             self._look(trainer, module, optimizer, step)
 
     def before_save(self, trainer: Trainer) -> None:
-        self._deliver(trainer)  # log now, since a run that resumes from this checkpoint does not repeat these steps
+        self._deliver(trainer)  # log now: a run that resumes from this checkpoint does not repeat these steps
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._deliver(trainer)
@@ -133,7 +134,7 @@ class GradientMonitor(Callback):
         self._deliver(trainer, only_ready=True)
 
     def _deliver(self, trainer: Trainer, only_ready: bool = False) -> None:
-        """Log the norms that have arrived, in order; without `only_ready` wait for all of them."""
+        """Log the norms in the order of steps: with `only_ready` those already copied to the host, otherwise all."""
         while self._waiting and (not only_ready or self._waiting[0].ready()):
             row = self._waiting.pop(0)
             row.wait()
@@ -161,7 +162,7 @@ class GradientMonitor(Callback):
     def _log_histograms(self, trainer: Trainer, row: _Row, table: np.ndarray) -> None:
         for name, (largest, *counts) in zip(row.names, table.tolist(), strict=True):
             if not np.isfinite(largest):
-                continue  # without bins there is no histogram
+                continue  # a gradient with inf or nan has no histogram
             edges = np.linspace(-1.0, 1.0, _BINS + 1) * (largest or 1.0)
             for logger in trainer.loggers:
                 logger.log_histogram(
@@ -170,7 +171,11 @@ class GradientMonitor(Callback):
 
 
 def _histograms(parameters: list[Tensor]) -> Tensor:
-    """Count each gradient's elements in bins up to its largest one; a row is that limit and the counts. Collective."""
+    """Count each gradient's elements in bins. Collective: all ranks call it.
+
+    Returns:
+        A row per parameter: the largest absolute element, which is the limit of the bins, and the count of each bin.
+    """
     largest = each_norm(parameters, inf)
     rows: list[Tensor] = []
     for parameter, most in zip(parameters, largest.unbind(), strict=True):
@@ -179,8 +184,7 @@ def _histograms(parameters: list[Tensor]) -> Tensor:
         values = local_part(gradient)
         scaled = values.float() / torch.where(most > 0, most, 1.0).to(values.device, non_blocking=True)
         with _in_any_order():
-            # The ends of the range are given; without them torch would wait for the device to find the least and
-            # largest value.
+            # With a given range, torch does not wait for the device to find the smallest and the largest value.
             counts = torch.histc(scaled, _BINS, -1.0, 1.0)
         rows.append(counts.to(most.device, non_blocking=True))
     wide = widest_float(largest.device)
@@ -190,7 +194,7 @@ def _histograms(parameters: list[Tensor]) -> Tensor:
 
 @contextmanager
 def _in_any_order() -> Iterator[None]:
-    """Allow counting under deterministic algorithms, which torch refuses on CUDA; counts do not depend on order."""
+    """Turn deterministic algorithms off for `torch.histc`, which they forbid on CUDA; counts are exact in any order."""
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
@@ -203,7 +207,7 @@ def _in_any_order() -> Iterator[None]:
 
 
 def _on_its_way(step: int, values: Tensor, names: list[str], suffix: str) -> _Row:
-    """Start the copy to the host; on a GPU nothing waits for the copy."""
+    """Start the copy of the values to the host, without waiting for it on a GPU."""
     if values.device.type != "cuda":
         return _Row(step, values.cpu(), lambda: True, lambda: None, names, suffix)
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -213,21 +217,21 @@ def _on_its_way(step: int, values: Tensor, names: list[str], suffix: str) -> _Ro
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """Compute the norm of each parameter's gradient, and of all of them together, without waiting for the device.
+    """Compute the norm of each parameter's gradient, and of all gradients together, without waiting for the device.
 
-    Under strategies that shard parameters, the norms are those of this rank's part.
+    If a strategy shards parameters, the norms are those of this rank's shards.
 
     Args:
-        module: parameters without a gradient are left out.
-        norm_type: the order of the norm, such as 2; "inf" for the largest element.
-        group_separator: stands in the names between what the value is and the parameter's name.
+        module: the module; parameters without a gradient are left out.
+        norm_type: the order of the norm, such as 2; "inf" for the largest absolute element.
+        group_separator: text between `grad_2.0_norm` and the parameter's name in the keys.
 
     Returns:
-        The norms, as `grad_2.0_norm/layer.weight`, and `grad_2.0_norm_total` last, for `self.log_dict`; nothing where
-        there is no gradient.
+        0-dim tensors under keys such as `grad_2.0_norm/layer.weight`, and `grad_2.0_norm_total` last, to be passed to
+        `self.log_dict`; an empty dict if no parameter has a gradient.
 
     Raises:
-        SettingError: the order is not above 0.
+        SettingError: `norm_type` is not above 0.
 
     Example:
         >>> import torch

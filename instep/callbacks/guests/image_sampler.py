@@ -1,4 +1,4 @@
-"""Log pictures of a few fixed samples, to see how predictions change."""
+"""`ImageSampler`: log pictures of a few fixed samples during training, to see how the predictions change."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ Pictures = Mapping[str, Any]
 class ImageSampler(Callback):
     """Log the same few samples in every n-th epoch through `logger.log_image`, with the module's predictions.
 
-    They are logged at each validation of such an epoch; with `batch`, at the end of the epoch. The samples are the
-    first ones of the first validation batch of the first validation loader, or those of `batch`. By default the
-    pictures are the first tensor of the batch with four dimensions (samples, channels, height, width), and the module
-    is called with this tensor. If the module returns pictures, they are logged as `samples/prediction` beside
-    `samples/input`. If it returns scores by class, the class with the largest score and the target become captions.
-    `sample_fn` replaces this, for instance to draw from a generative model.
+    The samples are the first samples of the first validation batch; they are logged at each validation of every n-th
+    epoch. With `batch`, they are the samples of `batch`, logged at the end of the training epoch. By default the input
+    pictures are the first tensor of the batch with shape (samples, channels, height, width), and the module is called
+    with this tensor. If the module returns pictures, they are logged as `samples/prediction` beside `samples/input`. If
+    it returns a score for each class, the predicted class and the target class become captions of the input pictures.
+    `sample_fn` replaces all this, for instance to draw from a generative model.
 
-    Every rank calls the module, since its layers may be spread over ranks; the main process logs. The random generators
-    are restored afterwards, so training is the same with and without this callback.
+    Every rank calls the module, since its layers may be spread over ranks; only the main process logs. The random
+    generators are restored afterwards, so training is the same with and without this callback.
 
     Args:
-        num_samples: how many at most; the main process logs those of its own batch.
-        every_n_epochs: how often, from the first epoch on.
-        sample_fn: called with the module and the samples (a part of a batch, on the device); returns pictures by name,
-            each as `logger.log_image` takes them: a list or a tensor of several. A pair is pictures and their captions.
-        batch: samples to use in place of the validation's.
+        num_samples: the largest number of samples to log; they come from the main process's batch.
+        every_n_epochs: number of epochs from one logged epoch to the next; the first epoch is always logged.
+        sample_fn: function that is called with the module and the samples (the first samples of the batch, on the
+            device). It returns a dict from names to pictures, in a form that `logger.log_image` takes: a list of
+            pictures or one tensor of several. A pair of pictures and captions is allowed too.
+        batch: samples to use in place of those of the validation data.
 
     Raises:
-        SettingError: an argument is wrong, or there is neither a validation nor a `batch`.
-        HookError: no pictures are found.
+        SettingError: an argument is wrong. (At the start of training:) there is no validation, and no `batch`.
+        HookError: (in the run) the batch or the module's output has no pictures.
 
     Example:
         >>> sampler = ImageSampler(num_samples=4, sample_fn=lambda module, batch: {"noise": module.draw(4)})
@@ -109,7 +110,7 @@ class ImageSampler(Callback):
 
 
 def _pictures(module: TrainModule, batch: Any) -> Pictures:
-    """Convert inputs and predictions of the usual forms to pictures."""
+    """Return the input pictures of a batch, and the module's predictions as pictures or captions."""
     leaves: list[Tensor] = []
     map_leaves(lambda leaf: leaves.append(leaf) if isinstance(leaf, Tensor) else None, batch)
     images = next((leaf for leaf in leaves if leaf.ndim == 4), None)

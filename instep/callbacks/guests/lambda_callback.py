@@ -1,4 +1,4 @@
-"""A callback built from plain functions."""
+"""`LambdaCallback`: a callback whose hooks are plain functions, without a class."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from instep.utils.checks import choice, wrong
 
 
 class LambdaCallback(Callback):
-    """A callback whose hooks are given as functions.
+    """A callback whose hooks are the functions that are passed to its constructor.
 
     Args:
-        **hooks: functions by the hook's name, called with the hook's arguments: `trainer, module, ...`.
+        **hooks: a function for each hook's name; it is called with the arguments of the hook: `trainer, module, ...`.
 
     Raises:
-        SettingError: there is no such hook, or what was given cannot be called.
+        SettingError: a name is not that of a hook, or its value is not callable.
 
     Example:
         >>> callback = LambdaCallback(on_train_end=lambda trainer, module: print("done"))
@@ -29,4 +29,4 @@ class LambdaCallback(Callback):
             choice(*HOOKS)("LambdaCallback's hook", name)
             if not callable(function):
                 raise wrong(name, function, "a function that takes the hook's arguments")
-            setattr(self, name, function)  # set on this object; the Trainer sees it as a hook too
+            setattr(self, name, function)  # the Trainer finds hooks that are attributes of an object too

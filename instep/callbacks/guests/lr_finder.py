@@ -1,4 +1,4 @@
-"""A learning rate found by trying many rates, one step each; the steps are undone afterwards."""
+"""`LearningRateFinder`: find a learning rate by one trial step with each of many rates."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ log = logging.getLogger(__name__)
 
 _MODES = ("linear", "exponential")
 _NAMES = ("lr", "learning_rate")
-_BETA = 0.98  # decay of the running mean of losses
-_SKIP_BEGIN, _SKIP_END = 10, 1  # points that a suggestion leaves out
-_FEWEST = _SKIP_BEGIN + 2 + _SKIP_END  # fewest points of a search: a slope needs two that are not left out
+_BETA = 0.98  # decay of the exponential moving average of the losses
+_SKIP_BEGIN, _SKIP_END = 10, 1  # number of points at each end of the curve that `suggestion` ignores
+_FEWEST = _SKIP_BEGIN + 2 + _SKIP_END  # least number of points in a search: a slope needs two points
 
 
 class LRFinder:
-    """The losses at a range of learning rates, and the rate that these suggest.
+    """The result of a learning-rate search: the loss at each learning rate, and the rate to use.
 
     Args:
         mode: "exponential" or "linear": how the rate grew from step to step.
         lr_min: the first rate.
         lr_max: the last rate.
-        num_training: steps from the one to the other.
+        num_training: number of steps from the first rate to the last.
 
     Attributes:
-        results: "lr", the rates, and "loss", the smoothed loss at each.
+        results: a dict with two lists: "lr", the rates, and "loss", the smoothed loss at each rate.
 
     Example:
         >>> finder = LRFinder("linear", 0.0, 4.0, 4)
@@ -55,14 +55,14 @@ class LRFinder:
         self._optimal_idx: int | None = None
 
     def suggestion(self, skip_begin: int = _SKIP_BEGIN, skip_end: int = _SKIP_END) -> float | None:
-        """Suggest the rate at which the loss falls most steeply; losses that are not finite are left out.
+        """Return the rate at which the loss falls most steeply; points with a loss that is not finite are ignored.
 
         Args:
-            skip_begin: points left out at the beginning, where the mean has little behind it.
-            skip_end: points left out at the end, where the loss may have begun to grow.
+            skip_begin: points to ignore at the beginning, where the loss is averaged over few steps.
+            skip_end: points to ignore at the end, where the loss may already grow.
 
         Returns:
-            The rate; None, with an error in the log that says why, where fewer than two points are left.
+            The learning rate; None if fewer than two points are left, with an error message in the log.
         """
         stop = len(self.results["loss"]) - skip_end
         points = [
@@ -89,15 +89,15 @@ class LRFinder:
         """Draw the loss over the learning rate, with matplotlib.
 
         Args:
-            suggest: mark the suggestion with a red point.
-            show: open a window.
-            ax: the matplotlib Axes to draw on; by default those of a new figure.
+            suggest: mark the suggested rate with a red point.
+            show: open a window with the figure.
+            ax: the matplotlib Axes to draw on. None: the Axes of a new figure.
 
         Returns:
-            The figure.
+            The matplotlib figure.
 
         Raises:
-            MissingPackageError: there is no matplotlib.
+            MissingPackageError: matplotlib is not installed.
         """
         plt = require("matplotlib.pyplot", extra="plots", purpose="LRFinder.plot")
         if ax is None:
@@ -117,33 +117,35 @@ class LRFinder:
 
 
 class LearningRateFinder(Callback):
-    """Find a learning rate before training, by steps with growing rates that are undone afterwards.
+    """Find a learning rate before training, by trial steps with growing rates that are undone afterwards.
 
-    The loss at each step is the mean over its micro-batches and all ranks, smoothed by a running mean. The suggestion
-    is written into the module's learning rate, and into the optimizer, whose schedules go on as if they had begun with
-    it. All other effects of the steps are undone. A resumed run keeps the rate and does not search again.
+    The loss at each step is the mean over its micro-batches and all ranks, smoothed by an exponential moving average.
+    The suggested rate is written into the module's attribute and into the optimizer; learning-rate schedulers continue
+    as if this had been their initial rate. All other effects of the trial steps are undone. A resumed run keeps the
+    rate and does not search again.
 
     To search at other epochs too, call `lr_find(trainer, module)` in `on_train_epoch_start` of a subclass.
 
     Args:
         min_lr: the first rate.
         max_lr: the last rate.
-        num_training_steps: optimizer steps from the one to the other; a suggestion needs 13 or more.
-        mode: "exponential": each rate is the last one times a factor. "linear": plus a number.
-        early_stop_threshold: end once the smoothed loss is this many times the best one, or not finite; None tries all.
-        update_attr: write the suggestion into the module.
-        attr_name: the attribute of the module, its hyperparameters or the datamodule that has the rate; by default `lr`
-            or `learning_rate`, whichever there is.
-        weights_only: as in Lightning, whose trial writes a checkpoint; nothing is written here.
+        num_training_steps: optimizer steps from the first rate to the last; a suggestion needs 13 or more.
+        mode: "exponential": the rate is multiplied by the same factor at each step. "linear": the same number is added.
+        early_stop_threshold: end the search when the smoothed loss is more than this factor times the smallest one, or
+            is infinite. None: try all rates.
+        update_attr: write the suggested rate into the module.
+        attr_name: name of the attribute of the module, the datamodule or their `hparams` that holds the rate. "": use
+            `lr` or `learning_rate`, whichever exists.
+        weights_only: an argument of Lightning's, where the search writes a checkpoint; it has no effect here.
 
     Attributes:
-        optimal_lr: the result, an `LRFinder`; None before it has run.
+        optimal_lr: the result, an `LRFinder`; None before the search.
 
     Raises:
-        SettingError: an argument is wrong. At the start: another callback of this kind looks for the rate too.
-        HookError: (in the run) there is not one optimizer.
-        UsageError: (in the run) manual optimization has stepped no optimizer.
-        AttributeError: (in the run) the module has no such attribute.
+        SettingError: an argument is wrong. (At the start of the run:) another callback searches for the rate too.
+        HookError: (in the run) the module does not have exactly one optimizer.
+        UsageError: (in the run) in manual optimization, no trial step called an optimizer's `step`.
+        AttributeError: (in the run) the module has no attribute for the rate.
 
     Example:
         >>> class FineTuneLearningRateFinder(LearningRateFinder):
@@ -185,7 +187,7 @@ class LearningRateFinder(Callback):
             above_zero("above 0")(field, rate)
         if min_lr == max_lr:
             raise wrong("max_lr", max_lr, f"a rate other than min_lr={min_lr!r}: there is nothing to choose from")
-        if min_lr > max_lr:  # falling rates are allowed, since Lightning's own tests use them
+        if min_lr > max_lr:  # not an error, since Lightning's own tests use falling rates
             warn_user(
                 f"min_lr={min_lr!r} is above max_lr={max_lr!r}: the rates fall from step to step, from the highest"
             )
@@ -209,15 +211,15 @@ class LearningRateFinder(Callback):
         self.lr_find(trainer, module)
 
     def check(self, module: TrainModule, datamodule: Any = None) -> str:
-        """Return the name of the attribute that gets the rate; "" if no attribute does.
+        """Return the name of the attribute to write the rate into; "" if `update_attr` is False.
 
         Raises:
-            AttributeError: there is no such attribute.
+            AttributeError: neither the module nor the datamodule has the attribute.
         """
         return _attribute(self._attr_name, module, datamodule) if self._update_attr else ""
 
     def apply(self, module: TrainModule, datamodule: Any = None) -> float | None:
-        """Write the suggestion, if there is one, into the attribute, and return it."""
+        """Write the suggested rate into the attribute and return it; return None if there is no suggestion."""
         if self.optimal_lr is None or not self._update_attr:
             return None
         rate = self.optimal_lr.suggestion()
@@ -226,7 +228,7 @@ class LearningRateFinder(Callback):
         return rate
 
     def lr_find(self, trainer: Trainer, module: TrainModule) -> None:
-        """Search for a learning rate now: at the start of fit, or at the start of an epoch. Collective."""
+        """Search for a learning rate now. Call it on all ranks, at the start of fit or of an epoch."""
         if trainer.fast_dev_run:
             warn_user("Skipping learning rate finder since `fast_dev_run` is enabled.")
             return
@@ -257,7 +259,7 @@ class LearningRateFinder(Callback):
             print_text(trainer, f"LearningRateFinder: learning rate set to {suggestion:g}")
 
     def _try(self, step: Callable[[], float | None], groups: Sequence[dict[str, Any]]) -> LRFinder | None:
-        """Train one step with each rate; return None if the trial was ended early."""
+        """Train one step with each rate, and return the results; return None if the run was interrupted."""
         rates, threshold = self._rates, self._early_stop_threshold
         found = LRFinder(rates.mode, rates.first, rates.last, rates.count)
         mean = best = 0.0
@@ -273,7 +275,7 @@ class LearningRateFinder(Callback):
                 return None
             found.results["lr"].append(rate)
             if math.isnan(loss):
-                smoothed = loss  # the batch gave no loss, and the mean goes on without it
+                smoothed = loss  # the step had no loss, so the average does not change
             else:
                 mean = _BETA * mean + (1 - _BETA) * loss
                 smoothed = mean / (1 - _BETA ** (index + 2))
@@ -299,16 +301,16 @@ class LearningRateFinder(Callback):
         first, last, count = state_dict["range"]
         found = self.optimal_lr = LRFinder(state_dict["mode"], float(first), float(last), int(count))
         found.results["lr"], found.results["loss"] = state_dict["points"].tolist()
-        if self._module is not None:  # called before the module's optimizers are made
+        if self._module is not None:  # set the rate now, before the module makes its optimizers
             self.apply(self._module, self._module.trainer.datamodule)
 
 
 class _Rates:
-    """The learning rates of a search.
+    """The learning rates that a search tries.
 
     Args:
-        first, last: the ends.
-        count: how many.
+        first, last: the first rate and the last rate.
+        count: number of rates.
         mode: "exponential" or "linear".
     """
 
@@ -316,9 +318,9 @@ class _Rates:
         self.first, self.last, self.count, self.mode = first, last, count, mode
 
     def at(self, index: int) -> float:
-        """Return the rate of step `index`: the lowest at first, then (step + 1) / count of the way to the highest.
+        """Return the rate of trial step `index`: `first` for 0, then the rate at the fraction (index + 1) / count.
 
-        Source: as Lightning's scheduler has it, so that both try the same rates.
+        Source: the same rates as those of Lightning's learning-rate finder.
         """
         if index == 0:
             return self.first
@@ -329,7 +331,7 @@ class _Rates:
 
 
 def _attribute(name: str, module: TrainModule, datamodule: Any) -> str:
-    """Return the name of the attribute that has the learning rate."""
+    """Return the name of the attribute of the module or the datamodule that holds the learning rate."""
     for one in (name,) if name else _NAMES:
         if holders(one, module, datamodule):
             return one
@@ -346,7 +348,7 @@ def _attribute(name: str, module: TrainModule, datamodule: Any) -> str:
 
 
 def refuse_twice(callback: Callback, kind: type[Callback], trainer: Trainer) -> None:
-    """Raise a SettingError if two callbacks of a class search for the same setting under one state key."""
+    """Raise a SettingError if two callbacks of class `kind` have the same state key."""
     if sum(isinstance(each, kind) and each.state_key == callback.state_key for each in trainer.callbacks) > 1:
         raise SettingError(
             f"two {type(callback).__name__} would look for the same setting, one after the other, and keep what they "
@@ -356,22 +358,22 @@ def refuse_twice(callback: Callback, kind: type[Callback], trainer: Trainer) -> 
 
 
 def near_names(name: str, *owners: Any) -> str:
-    """Return similar names among the attributes and hyperparameters of modules and datamodules."""
+    """Return a sentence with names of attributes or hyperparameters similar to `name`, for an error text."""
     known = {key for owner in owners if owner is not None for key in (*vars(owner), *owner.hparams)}
     near = get_close_matches(name, sorted(key for key in known if isinstance(key, str) and key[:1] != "_"), 3)
     return f" There is {' and '.join(near)}." if near else ""
 
 
 def holders(name: str, *owners: Any) -> list[Callable[..., Any]]:
-    """Find the modules, datamodules and hyperparameters that have a setting of this name.
+    """Find an attribute or hyperparameter by its name in the module and the datamodule.
 
     Args:
-        name: such as "lr" or "batch_size".
-        owners: where it may be; None is passed over.
+        name: name of the attribute or hyperparameter, such as "lr" or "batch_size".
+        owners: the module and the datamodule, in this order; None is skipped.
 
     Returns:
-        A function for each place: called without an argument it returns the value there, with one it sets it. The
-        datamodule's come last, and theirs is the value that counts.
+        A function for each place where the name was found: called without an argument it returns the value, called
+        with an argument it sets the value. Functions for the datamodule come last.
 
     Example:
         >>> from instep.utils.hparams import HyperParameters

@@ -1,4 +1,4 @@
-"""A checkpoint of a run that an exception ends; the same command resumes from it."""
+"""`OnExceptionCheckpoint`: save a checkpoint when an exception ends the run, so that the run can resume from it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Callback):
     """Save a checkpoint when an exception ends fit, so that no step since the last regular checkpoint is lost.
 
-    `ckpt_path="auto"` and `"last"` resume from it where it is the newest, with a `ModelCheckpoint` beside it or
-    without, and so does a job that its launcher starts again. It holds the state after the last optimizer step. If the
-    exception came out of an optimizer's step, the step may be half done: such a checkpoint is resumed only by its path.
-    If the failed batch had drawn random numbers or changed BatchNorm statistics, the resumed run does so a second time.
+    The checkpoint holds the state after the last optimizer step. If it is the newest checkpoint, `ckpt_path="auto"` and
+    `ckpt_path="last"` resume from it, with or without a `ModelCheckpoint`, and so does a job that its launcher
+    restarts. If the exception was raised within an optimizer step, the step may be half done: a run resumes from that
+    checkpoint only if its path is given. Random numbers that the failed batch drew, and its changes of BatchNorm
+    statistics, are not undone: the resumed run repeats the batch.
 
-    With several processes, all save together. If only some processes failed, the others do not know of it; then the
-    failed processes save on their own if each holds the whole state (`ddp`). Other strategies then have only their
-    regular checkpoints.
+    With several processes, all save together. If only some processes failed, the others do not take part; then the
+    failed processes save alone if each of them holds the whole state (`ddp`). Under other strategies no checkpoint is
+    saved in that case.
 
-    The checkpoint is deleted after the resumed run has ended well and has a newer checkpoint that verifies. Nothing is
-    saved after a preemption, which has already saved, nor after a NonFiniteError, whose state has no use. If a device
-    has failed, as after an illegal memory access, its state cannot be saved.
+    The checkpoint is deleted when the resumed run has finished and has a newer checkpoint that verifies. Nothing is
+    saved after a preemption, for which the run has already saved, or after a NonFiniteError, whose state is useless.
+    If a device has failed, as after an illegal memory access, its state cannot be saved.
 
     Args:
-        dirpath: a folder or URL. It may be shared with a `ModelCheckpoint`.
-        filename: the checkpoint's name; an attempt number follows.
+        dirpath: folder or URL for the checkpoint; a `ModelCheckpoint` may use the same one.
+        filename: name of the checkpoint; a number is added to it for each new one.
 
     Raises:
-        SettingError: `filename` is empty, or gives no name of a folder.
+        SettingError: `filename` is empty or is not a valid name of a folder.
 
     Example:
         >>> OnExceptionCheckpoint("checkpoints").filename
@@ -61,12 +62,12 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def dirpath(self) -> str:
-        """The folder of its checkpoints."""
+        """The folder in which this callback saves its checkpoints."""
         return str(self.own_folder)
 
     @property
     def ckpt_path(self) -> str:
-        """The checkpoint's name in its folder; `ckpt_path=` with this name resumes from its newest attempt."""
+        """Path of the checkpoint without its number; `fit(ckpt_path=...)` with it resumes from the newest one."""
         return str(self.own_folder / self.filename)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -82,7 +83,7 @@ class OnExceptionCheckpoint(Callback):
         print(clean(said), flush=True)  # noqa: T201  on whatever rank did it
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Delete this run's checkpoints of exceptions, once a newer one of a ModelCheckpoint is verified."""
+        """Delete this callback's checkpoints of the run if a newer one of a ModelCheckpoint verifies."""
         newer, old = trainer.agree(self._superseded(trainer) if trainer.is_global_zero else ("", []))
         if old and not trainer.verify_checkpoint(Path(newer)):
             for path in old:
@@ -90,7 +91,7 @@ class OnExceptionCheckpoint(Callback):
             self.saved_path = ""
 
     def _superseded(self, trainer: Trainer) -> tuple[str, list[str]]:
-        """Find the newest checkpoint of a ModelCheckpoint, and those of this run's exceptions that are not newer."""
+        """Return the newest checkpoint of the ModelCheckpoints, and this callback's checkpoints that are older."""
         paths = [each.last_model_path for each in trainer.checkpoint_callbacks if each.last_model_path]
         regular = [(found.order, path) for path in paths if (found := read_or_say(to_path(path))[0]) is not None]
         order, newest = max(regular, default=((-1, -1, -1), ""))

@@ -1,4 +1,4 @@
-"""Optuna's pruning: a run that is worse than the study's other trials is ended early."""
+"""`OptunaPruning`: end a run early if Optuna finds it worse than the other trials of the study."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _PRUNE = "optuna: prune"
 
 
 class OptunaPruning(Reporting):
-    """Report a metric to an Optuna trial once an epoch, and end the fit if the study's pruner decides so.
+    """Report a metric to an Optuna trial once an epoch, and stop fit if the study's pruner decides to prune the trial.
 
-    The main process alone talks to the study, so that any number of ranks may train: the decision reaches them as a
-    trigger, and `fit` raises `optuna.TrialPruned` on all of them at its end.
+    Only the main process talks to the study. If the trial is pruned, all ranks stop at the same step, and at the end of
+    `fit` each of them raises `optuna.TrialPruned`.
 
     Args:
-        trial: the `optuna.Trial`; on other ranks than the main process anything, such as None.
-        monitor: the logged metric. It is read after an epoch's first validation, or at the epoch's end where fit does
-            not validate; the study's step is the epoch.
+        trial: the `optuna.Trial` in the main process; other ranks may pass None.
+        monitor: name of the logged metric. It is read after the first validation of an epoch, or at the end of the
+            epoch if fit does not validate; it is reported to Optuna with the epoch as the step.
 
     Raises:
-        SettingError: `monitor` is no name. In the run: nothing of that name was logged.
-        MissingPackageError: there is no optuna.
+        SettingError: `monitor` is not a name. (In the run:) no metric of that name was logged.
+        MissingPackageError: optuna is not installed.
         optuna.TrialPruned: (from `fit`) the trial was pruned.
 
     Example:
@@ -43,7 +43,7 @@ class OptunaPruning(Reporting):
         self._optuna = require("optuna", extra="optuna", purpose="OptunaPruning")
         self._trial = trial
         self.monitor = METRIC("monitor", monitor)
-        self._reported = -1  # the last epoch that was reported
+        self._reported = -1  # the last epoch whose metric was reported
 
     def _report(self, trainer: Trainer) -> None:
         epoch = trainer.position.epoch

@@ -1,4 +1,4 @@
-"""Write predictions to the disk: a base class with two hooks, and a class that writes files."""
+"""Write predictions to disk: `BasePredictionWriter` to derive from, and `PredictionWriter`, ready to use."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 INTERVALS = ("batch", "epoch", "batch_and_epoch")
 _PART = re.compile(r"\d{8,}-\d{5,}\.(safetensors|jsonl)")
-_ROWS = 4096  # rows that are copied at one time when files are joined
+_ROWS = 4096  # number of rows to copy at a time when files are joined
 
 
 class BasePredictionWriter(Callback):
-    """A callback that is given predictions to write: override `write_on_batch_end`, `write_on_epoch_end` or both.
+    """Base class of callbacks that write predictions: override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    The hooks run on every rank with that rank's own predictions. A batch that a rank repeats because other ranks have
-    more batches is left out.
+    The two methods are called on every rank with that rank's own predictions. A batch that a rank repeats because other
+    ranks have more batches is left out.
 
     Args:
-        write_interval: "batch", "epoch" or "batch_and_epoch": which of the two hooks are called. With "epoch" all
-            predictions of this rank are kept until then, on the CPU.
+        write_interval: "batch": call `write_on_batch_end`. "epoch": call `write_on_epoch_end`; until then all
+            predictions of this rank are kept in CPU memory. "batch_and_epoch": call both.
 
     Raises:
-        SettingError: `write_interval` is none of these.
+        SettingError: `write_interval` has another value.
 
     Example:
         >>> class SaveEach(BasePredictionWriter):
@@ -75,29 +75,30 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write one batch.
+        """Write the predictions of one batch.
 
         Args:
             trainer: the Trainer.
             module: the module.
             prediction: what `predict_step` returned.
-            batch_indices: the data set's indices of this rank's batch; None where they are not known.
+            batch_indices: indices of this batch's samples in the data set; None if they are not known.
             batch: the batch.
-            batch_idx: its number on this rank.
-            dataloader_idx: its loader's.
+            batch_idx: index of the batch on this rank.
+            dataloader_idx: index of the dataloader.
         """
         raise NotImplementedError(f"{type(self).__name__} has interval={self.interval!r}: it needs write_on_batch_end")
 
     def write_on_epoch_end(
         self, trainer: Trainer, module: TrainModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write all batches of this rank.
+        """Write the predictions of all batches of this rank.
 
         Args:
             trainer: the Trainer.
             module: the module.
-            predictions: by batch what `predict_step` returned; with several loaders a list of such lists.
-            batch_indices: for each loader, by batch, the data set's indices.
+            predictions: list of what `predict_step` returned for each batch; with several dataloaders, a list of such
+                lists.
+            batch_indices: a list for each dataloader, with the indices in the data set of each batch's samples.
         """
         raise NotImplementedError(f"{type(self).__name__} has interval={self.interval!r}: it needs write_on_epoch_end")
 
@@ -127,28 +128,29 @@ class BasePredictionWriter(Callback):
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Write predictions as safetensors or JSON lines: a file for each batch, or one file in the data's order.
+    """Write predictions as safetensors or JSON lines: a file for each batch, or one file in the order of the data set.
 
-    Each batch is written as soon as it is computed, so memory holds one batch with either interval. With "epoch" the
-    main process joins the files at the end into `predictions.safetensors` (or `.jsonl`), sorted by the samples' indices
-    in the data set, and deletes the files of batches. If indices are not known, the order is that of batches and ranks.
-    Every sample is there once, with any number of processes. A file appears when it is complete, and replaces that of
-    an earlier run. With several loaders there are `predictions-0`, `predictions-1` and so on.
+    Each batch is written as soon as it is computed, so memory holds the predictions of one batch only. With
+    `write_interval="epoch"` the main process joins the files of the batches at the end into `predictions.safetensors`
+    (or `.jsonl`), sorted by the samples' indices in the data set, and deletes them. If the indices are not known, rows
+    are sorted by batch and rank. Every sample occurs once, with any number of processes. A file appears under its name
+    only when it is complete, and replaces the file of an earlier run. With several dataloaders the files are called
+    `predictions-0`, `predictions-1` and so on.
 
-    Each output of `predict_step` must have a row per sample. A tensor is written as `predictions`; each entry of a dict
-    or tuple under its key or number. With JSON lines, entries may also be lists of texts or other values. The samples'
-    indices in the data set are written as `index`.
+    What `predict_step` returns must have one row per sample. A tensor is written under the name `predictions`, and each
+    entry of a dict or tuple under its key or number. With JSON lines, entries may also be lists of strings or of other
+    values. The samples' indices in the data set are written under the name `index`.
 
     Args:
-        output_dir: the folder. With several machines and "epoch", one that all see.
-        write_interval: "batch": the files `predictions/<batch>-<rank>.<format>`; "epoch": the joined file;
-            "batch_and_epoch": both.
-        file_format: "safetensors", or "jsonl" with one sample a line.
+        output_dir: the folder to write into. With "epoch" and several machines, it must be shared by all of them.
+        write_interval: "batch": write the files `predictions/<batch>-<rank>.<format>`; "epoch": write the joined file;
+            "batch_and_epoch": write both.
+        file_format: "safetensors", or "jsonl" with one sample per line.
 
     Raises:
         SettingError: an argument is wrong.
-        DataError: an output has not a row per sample, or cannot be written in this format.
-        DistributedError: the main process does not see the other ranks' files.
+        DataError: what `predict_step` returned does not have one row per sample, or cannot be written in this format.
+        DistributedError: the main process does not find the files of other ranks.
 
     Example:
         >>> writer = PredictionWriter("out", write_interval="epoch", file_format="jsonl")
@@ -165,16 +167,16 @@ class PredictionWriter(BasePredictionWriter):
         super().__init__(write_interval)
         self.output_dir = Path(output_dir)
         self.file_format = choice("safetensors", "jsonl")("file_format", file_format)
-        self._written: dict[int, list[str]] = {}  # names of this rank's files, by loader
+        self._written: dict[int, list[str]] = {}  # names of the files that this rank wrote, by dataloader
         self._writes = True
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._written = {}
         if trainer.is_global_zero:
             for folder in (self.output_dir / "predictions", *self.output_dir.glob("predictions-*")):
-                _clear(folder)  # removes the files of an earlier prediction that was interrupted or had more batches
+                _clear(folder)  # remove files that an earlier run has left
         readers: list[int] = gather_object(trainer.strategy.data_rank)
-        # If several ranks have the same data, only the first of them writes.
+        # If several ranks read the same data (model parallelism), only the first of them writes.
         self._writes = readers.index(trainer.strategy.data_rank) == trainer.global_rank
 
     def on_predict_batch_end(
@@ -227,13 +229,13 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def _clear(folder: Path) -> None:
-    """Delete the files of batches in a folder, and the folder itself if it is then empty."""
+    """Delete the files of single batches in a folder, and the folder too if it is empty afterwards."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
         if _PART.fullmatch(path.name):
             path.unlink()
-    with suppress(OSError):  # the folder has other files, so it stays
+    with suppress(OSError):  # a folder with other files cannot be removed, and stays
         folder.rmdir()
 
 
@@ -245,7 +247,7 @@ def _to_cpu(leaf: Any) -> Any:
 
 
 def _columns(outputs: Any, rows: int | None, prefix: str = "") -> dict[str, Any]:
-    """Flatten a batch's outputs into columns by name, and check that each has a row per sample."""
+    """Flatten what `predict_step` returned into a dict of columns; check that each column has a row per sample."""
     if isinstance(outputs, Mapping):
         parts = [(str(key), value) for key, value in outputs.items()]
     elif isinstance(outputs, tuple) or _are_columns(outputs, rows):
@@ -267,7 +269,7 @@ def _columns(outputs: Any, rows: int | None, prefix: str = "") -> dict[str, Any]
 
 
 def _are_columns(outputs: Any, rows: int | None) -> bool:
-    """Return whether a list holds tensors with a row for each sample, and not one value for each sample."""
+    """Return whether a list's items are columns (tensors with a row per sample) rather than one value per sample."""
     if not isinstance(outputs, list) or not outputs:
         return False
     return all(isinstance(value, Tensor) and value.ndim and len(value) == (rows or len(value)) for value in outputs)
@@ -284,7 +286,7 @@ def _as_column(indices: list[Any]) -> Any:
 
 
 def _order(indices: list[Any]) -> np.ndarray | None:
-    """Return the position of each row in the data's order; None if rows are in order, or the order is unknown."""
+    """Return the order that sorts rows by index; None if they are sorted already, or not all have an integer index."""
     if not all(isinstance(part, np.ndarray) for part in indices):
         return None
     joined = np.concatenate(indices)
@@ -295,11 +297,11 @@ def _order(indices: list[Any]) -> np.ndarray | None:
 
 
 def _write_tensors(path: Path, columns: dict[str, Any]) -> None:
-    from safetensors.torch import save_file  # imported late: of no use to who only trains
+    from safetensors.torch import save_file  # imported late: not needed for training
 
     wrong = next((name for name, column in columns.items() if not isinstance(column, Tensor)), None)
     if wrong == "index":
-        # Columns whose values are not numbers.
+        # Indices that are not integers are left out, since a safetensors file holds only tensors.
         columns = {name: column for name, column in columns.items() if name != "index"}
     elif wrong is not None:
         raise DataError(
@@ -310,12 +312,12 @@ def _write_tensors(path: Path, columns: dict[str, Any]) -> None:
 
 
 def _join_tensors(path: Path, parts: list[Path]) -> None:
-    """Join files into one, with a few thousand rows in memory at a time."""
-    from safetensors import safe_open  # imported late: only this format needs it
+    """Join safetensors files into one sorted file, with a few thousand rows in memory at a time."""
+    from safetensors import safe_open  # imported late: JSON lines do not need it
 
     from instep.checkpoint.tensors import framing
 
-    rows: dict[str, Tensor] = {}  # first row of each column
+    rows: dict[str, Tensor] = {}  # the first row of each column, for its dtype and shape
     counts: list[int] = []
     indices: list[Any] = []
     for part in parts:
@@ -336,7 +338,7 @@ def _join_tensors(path: Path, parts: list[Path]) -> None:
     starts = np.concatenate([[0], np.cumsum(counts)])
     place = np.empty(starts[-1], np.int64)
     place[np.arange(starts[-1]) if order is None else order] = np.arange(starts[-1])
-    # An expanded tensor has the whole shape and takes no memory.
+    # Expand one row to the shape of the whole column for the file's header: an expanded tensor takes no memory.
     head, whole = framing({name: row.expand(int(starts[-1]), *row.shape[1:]) for name, row in rows.items()})
     with open(path, "wb") as joined:
         joined.write(head)
@@ -357,7 +359,7 @@ def _row(row: Tensor) -> str:
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of consecutive rows: first row, end (exclusive), and position of the first row."""
+    """Yield ranges of rows that stay together when sorted: first row, end (exclusive), place of the first row."""
     cuts: list[int] = (np.flatnonzero(np.diff(places) != 1) + 1).tolist()
     for first, last in zip([0, *cuts], [*cuts, len(places)], strict=True):
         for begin in range(first, last, _ROWS):
@@ -385,7 +387,7 @@ def _plain(value: Any) -> Any:
 
 
 def _join_lines(path: Path, parts: list[Path]) -> None:
-    """Join text files line by line; memory holds only the position of each line."""
+    """Join JSON-lines files into one sorted file; memory holds only the position of each line."""
     places: list[tuple[int, int]] = []
     indices: list[Any] = []
     for number, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Pruning: weights that become zero during training."""
+"""`ModelPruning`: set weights to zero during training with `torch.nn.utils.prune`."""
 
 from __future__ import annotations
 
@@ -46,33 +46,34 @@ Places = Sequence[tuple[nn.Module, str]]
 class ModelPruning(Callback):
     """Prune parameters with `torch.nn.utils.prune`, at the end of every epoch.
 
-    A pruned parameter `weight` becomes a parameter `weight_orig` and a mask `weight_mask`, whose product is `weight`.
-    All ranks use the first rank's masks. A checkpoint has the masks and the initial values in this callback's state, so
-    that a resumed run is the same bit for bit. With `make_pruning_permanent`, a checkpoint holds plain weights under
-    their own names, where pruned values are zero.
+    torch replaces a pruned parameter `weight` by a parameter `weight_orig` and a mask `weight_mask`, whose product is
+    `weight`. All ranks use the first rank's masks. A checkpoint holds the masks and the initial values in this
+    callback's state, so that a resumed run is the same bit for bit. With `make_pruning_permanent`, a checkpoint holds
+    plain weights under their own names, with zeros where they are pruned.
 
     Args:
         pruning_fn: "l1_unstructured", "random_unstructured", "ln_structured", "random_structured", or a subclass of
             torch's `BasePruningMethod`.
-        parameters_to_prune: pairs of a module and a parameter's name; by default all parameters called one of
-            `parameter_names`. `filter_parameters_to_prune` may be overridden to leave some out.
-        parameter_names: of "weight" and "bias"; both by default.
-        use_global_unstructured: choose what is pruned among all parameters together, not in each by itself.
-        amount: a fraction between 0 and 1, or a number of elements, of those not pruned yet; or a function of the
-            epoch that returns it.
-        apply_pruning: whether to prune; or a function of the epoch.
+        parameters_to_prune: pairs of a module and a parameter's name. By default all parameters whose name is in
+            `parameter_names`; override `filter_parameters_to_prune` to leave some out.
+        parameter_names: list of names of the parameters to prune: "weight", "bias" or (the default) both.
+        use_global_unstructured: choose the elements to prune among all parameters together, not in each parameter.
+        amount: fraction (0 to 1) or number of the elements that are not pruned yet; or a function that takes the
+            epoch and returns this.
+        apply_pruning: whether to prune; or a function that takes the epoch and returns this.
         make_pruning_permanent: save plain weights, and leave plain weights in the module at the end of fit.
-        use_lottery_ticket_hypothesis: set what is not pruned back to its values at the start of training; or a function
-            of the epoch that says when.
-        resample_parameters: with it: set it to new values, by the module's `reset_parameters`.
-        pruning_dim: of structured pruning.
-        pruning_norm: of "ln_structured".
-        verbose: 1 logs how much is pruned, 2 for every parameter too (`logging`, level INFO).
-        prune_on_train_epoch_end: at the end of training epochs; False: of validations.
+        use_lottery_ticket_hypothesis: whether to reset the elements that are not pruned to their values at the start of
+            training, after each pruning; or a function that takes the epoch and returns this.
+        resample_parameters: reset these elements to new random values, by the module's `reset_parameters`; needs
+            `use_lottery_ticket_hypothesis`.
+        pruning_dim: the dimension along which structured pruning removes slices.
+        pruning_norm: the order of the norm of "ln_structured".
+        verbose: 1: log how much is pruned in total; 2: for every parameter too (by `logging`, at level INFO).
+        prune_on_train_epoch_end: True: prune at the end of training epochs. False: prune after validations.
 
     Raises:
-        SettingError: an argument is wrong. At the start: a parameter is not the module's, or the strategy cuts
-            parameters up (FSDP, DeepSpeed), which torch's pruning does not know.
+        SettingError: an argument is wrong. (At the start of the run:) a parameter does not belong to the module, or the
+            strategy shards parameters (FSDP, DeepSpeed), which torch's pruning does not support.
 
     Example:
         >>> ModelPruning("l1_unstructured", amount=0.2).amount
@@ -131,14 +132,14 @@ class ModelPruning(Callback):
         self._verbose = verbose
         self._prune_on_train_epoch_end = FLAG("prune_on_train_epoch_end", prune_on_train_epoch_end)
         self._original_layers: dict[int, dict[str, Any]] | None = None
-        self._module_names: dict[int, str] = {}  # name of each module, by its id
-        self._masks: dict[str, Tensor] = {}  # masks of a checkpoint that are to be applied again
+        self._module_names: dict[int, str] = {}  # the name of each submodule, by the `id` of the submodule
+        self._masks: dict[str, Tensor] = {}  # masks of the checkpoint that the run resumes from
         self._first: dict[str, Tensor] = {}
         self._world_size = 1
         self._rank = 0
 
     def _method(self, given: Any, dim: int | None, norm: int | None) -> Any:
-        """Return the pruning method, or a function for each parameter; check the method's arguments."""
+        """Return torch's pruning class for global pruning, else a function that prunes one parameter."""
         if isinstance(given, str):
             given = given.lower()
             if given not in _FUNCTIONS:
@@ -196,22 +197,22 @@ class ModelPruning(Callback):
     # ---- which parameters
 
     def filter_parameters_to_prune(self, parameters_to_prune: Places = ()) -> Places:
-        """Return which of the parameters are pruned: all of them, unless overridden."""
+        """Return the pairs of a module and a parameter's name to prune. Override this method to leave some out."""
         return parameters_to_prune
 
     @staticmethod
     def sanitize_parameters_to_prune(
         pl_module: nn.Module, parameters_to_prune: Places = (), parameter_names: Sequence[str] = ()
     ) -> Places:
-        """Check the pairs of a module and a parameter name; without any, return the pairs of all modules.
+        """Check the pairs of a module and a parameter's name; if none are given, find all pairs in the module.
 
         Args:
-            pl_module: has the modules.
-            parameters_to_prune: the pairs.
-            parameter_names: for the modules' parameters; "weight" and "bias" by default.
+            pl_module: the module that contains the modules of the pairs.
+            parameters_to_prune: the pairs; if empty, all parameters of the module with these names are used.
+            parameter_names: names of parameters, used if no pairs are given; "weight" and "bias" by default.
 
         Raises:
-            SettingError: they are no such pairs, or not of this module.
+            SettingError: `parameters_to_prune` is not a list of pairs, or `pl_module` has no such module or parameter.
         """
         names = parameter_names or ModelPruning.PARAMETER_NAMES
         modules = [part for part in pl_module.modules() if part is not pl_module and not isinstance(part, _CONTAINERS)]
@@ -249,11 +250,11 @@ class ModelPruning(Callback):
     # ---- pruning
 
     def apply_pruning(self, amount: float) -> None:
-        """Prune the parameters once, and give the first rank's masks to all ranks. Collective."""
+        """Prune the parameters once, with the masks of the first rank on all ranks. Collective: all ranks call it."""
         places = self._parameters_to_prune
         before = [self._pruned(part, name) for part, name in places] if self._verbose else []
         for part, _ in places:
-            _refresh(part)  # update the masked weights, which do not include the last step yet
+            _refresh(part)  # compute `weight` again, since the optimizer has changed `weight_orig`
         if self._use_global_unstructured:
             taken = set(inspect.signature(self.pruning_fn).parameters) - {"self"}
             options = {key: value for key, value in {**self._options, "amount": amount}.items() if key in taken}
@@ -271,7 +272,7 @@ class ModelPruning(Callback):
             self._log_sparsity(before, [self._pruned(part, name) for part, name in places], amount)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the weights that are not pruned to their first values, or to new ones. Collective."""
+        """Reset the weights that are not pruned to their initial values, or to new random values. Collective."""
         assert self._original_layers is not None
         for layer in self._original_layers.values():
             first = layer["data"]
@@ -316,7 +317,7 @@ class ModelPruning(Callback):
                 )
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Replace masks and masked weights by plain weights, in a module and all its submodules."""
+        """Replace `weight_orig` and `weight_mask` by a plain `weight`, in a module and all its submodules."""
         for part in module.modules():
             for key, hook in list(part._forward_pre_hooks.items()):
                 if isinstance(hook, torch_prune.BasePruningMethod):
@@ -352,7 +353,7 @@ class ModelPruning(Callback):
         self._masks, self._first, self._original_layers = {}, {}, None
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Keep the initial values; apply the checkpoint's masks again before the optimizer's state is loaded."""
+        """Copy the initial weights, and apply a checkpoint's masks before the optimizer's state is loaded."""
         self._module_names = {id(part): clean_name(name) for name, part in module.named_modules()}
         if self._use_lottery_ticket_hypothesis is not False:
             self._original_layers = {}
@@ -393,7 +394,7 @@ class ModelPruning(Callback):
                 self.apply_lottery_ticket_hypothesis()
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Leave plain weights in the module, after the last checkpoint, whose optimizer names the masked parameters."""
+        """Leave plain weights in the module. The last checkpoint is saved by then: it needs the names with `_orig`."""
         if self._make_pruning_permanent:
             self.make_pruning_permanent(module)
 
@@ -422,16 +423,16 @@ class ModelPruning(Callback):
             checkpoint["state_dict"] = dict(_without_masks(checkpoint["state_dict"]))
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Convert loaded weights to the module's form: plain weights, or masked ones if masks are applied already."""
+        """Convert the loaded weights to the module's form: plain weights, or `weight_orig` and `weight_mask`."""
         own = {clean_name(name) for name in module.state_dict()}
-        # in fit the masks are applied again, and the values that they hide are kept
+        # Fit applies the masks later, so it loads the weights without them: masked values must not become zero.
         applied = trainer.state.fn != "fit"
         state = checkpoint["state_dict"]
         if any(_is_masked(name, state) and name.removesuffix("_mask") in own for name in state):
             state = dict(_without_masks(state, own, applied))
         for name in [name for name in own - state.keys() if name.endswith("_mask")]:
             plain = name.removesuffix("_mask")
-            if plain in state:  # the module is still masked, and the weights in the state are plain
+            if plain in state:  # the module has masks, but the loaded weights are plain
                 value = state.pop(plain)
                 value = value if isinstance(value, Tensor) else value.read()
                 state[f"{plain}_orig"] = value
@@ -446,12 +447,12 @@ def _is_masked(name: str, state: Mapping[str, Any]) -> bool:
 def _without_masks(
     state: Mapping[str, Any], names: set[str] | None = None, applied: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a state dict with plain weights in place of masked ones.
+    """Yield the entries of a state dict with a plain `weight` in place of `weight_orig` and `weight_mask`.
 
     Args:
-        state: tensors, or stored ones.
-        names: only of these weights; None for all.
-        applied: whether the masks are applied; else the weights below them are given.
+        state: the state dict; values are tensors, or tensors of a checkpoint that are read when needed.
+        names: names of the weights to convert. None: all.
+        applied: True: the plain weight is zero where it is masked. False: it is `weight_orig`.
     """
     masked = {name.removesuffix("_mask") for name in state if _is_masked(name, state)}
     masked = masked if names is None else {name for name in masked if clean_name(name) in names}
@@ -468,7 +469,7 @@ def _without_masks(
 
 
 def _refresh(part: nn.Module) -> None:
-    """Compute a module's masked weights again, since a step has changed them and torch does so only in a forward."""
+    """Compute a module's `weight` from `weight_orig` and `weight_mask`, which torch does only in the next forward."""
     for hook in part._forward_pre_hooks.values():
         if isinstance(hook, torch_prune.BasePruningMethod):
             name = str(hook._tensor_name)
@@ -477,9 +478,9 @@ def _refresh(part: nn.Module) -> None:
 
 
 def _plain_copy(part: nn.Module) -> nn.Module:
-    """Return a copy of a module on the CPU, without masks."""
+    """Return a copy of a module on the CPU with plain weights in place of masked ones."""
     hidden = {
-        name: part.__dict__.pop(name)  # taken out, since a tensor that has a graph cannot be copied
+        name: part.__dict__.pop(name)  # removed for the copy: deepcopy refuses a tensor with a graph
         for name in [key.removesuffix("_orig") for key in part._parameters if key.endswith("_orig")]
         if name in part.__dict__
     }

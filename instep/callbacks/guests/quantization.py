@@ -1,4 +1,4 @@
-"""Quantization-aware training: a model trains with the rounding that it will have after quantization."""
+"""`QuantizationAwareTraining`: train a model with the rounding errors of its later quantization, by torchao."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _converted: WeakSet[nn.Module] = WeakSet()
 class QuantizationAwareTraining(Callback):
     """Train linear layers with torchao's fake quantization, and quantize them when training ends.
 
-    Before the optimizer is made, each layer is replaced by one that rounds weights and activations as the quantized
-    layer will, but computes in the precision of the run. Parameters keep their objects and names: checkpoints hold
-    plain weights, a run resumes bit for bit, and every strategy trains them.
+    Before the optimizer is made, each linear layer is replaced by a layer that rounds weights and activations as the
+    quantized layer will do, but computes in the precision of the run. The parameters stay the same objects under the
+    same names: checkpoints hold plain weights, a run resumes bit for bit, and all strategies work.
 
     Args:
         config: torchao's configuration of the quantized model, such as
             `Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))`, which is
-            the default; or a `QATConfig` with fake quantization of your own, of which nothing is converted.
-        start_epoch: train without rounding before this epoch.
-        convert_at_end: quantize the module at the end of fit, after the last checkpoint, so that it is tested as it
-            will be used. False where the strategy cuts weights up (FSDP, DeepSpeed): call `convert` on a module that
-            `load_from_checkpoint` gave.
-        filter_fn: takes a layer and its name, and returns whether it is quantized; by default all linear layers.
+            the default; or a `QATConfig` with fake quantization of your own, whose layers are not quantized at the end.
+        start_epoch: the first epoch with rounding; epochs before it train without.
+        convert_at_end: quantize the module at the end of fit, after the last checkpoint, so that `trainer.test` runs
+            the quantized module. Pass False if the strategy shards weights (FSDP, DeepSpeed), and call `convert` later
+            on a module from `load_from_checkpoint`.
+        filter_fn: function that takes a layer and its name, and returns whether to quantize the layer; by default all
+            linear layers.
 
     Raises:
         MissingPackageError: torchao is not installed.
-        SettingError: an argument is wrong. At the start: no layer is quantized, or one cannot be; the strategy cuts
-            weights up, and `convert_at_end` is True.
+        SettingError: an argument is wrong. (At the start of the run:) there is no layer to quantize, or a layer cannot
+            be quantized; or the strategy shards weights and `convert_at_end` is True.
 
     Example:
         >>> callback = QuantizationAwareTraining(start_epoch=2)  # doctest: +SKIP
@@ -83,7 +84,7 @@ class QuantizationAwareTraining(Callback):
         self.filter_fn = filter_fn
 
     def _default(self) -> Any:
-        import torch  # imported late: with the rest of torchao's words
+        import torch  # imported late: only needed together with torchao
         from torchao.quantization.granularity import PerGroup
 
         return self._torchao.Int8DynamicActivationIntxWeightConfig(
@@ -106,10 +107,10 @@ class QuantizationAwareTraining(Callback):
     # ---- the module
 
     def prepare(self, module: M) -> M:
-        """Replace layers by layers with fake quantization, in place; a layer that has it already stays.
+        """Replace layers in place by layers with fake quantization; layers that already have it are not changed.
 
         Raises:
-            SettingError: no layer is quantized, or one cannot be.
+            SettingError: there is no layer to quantize, or a layer cannot be quantized.
         """
         last = ""
 
@@ -139,10 +140,11 @@ class QuantizationAwareTraining(Callback):
         return module
 
     def convert(self, module: M) -> M:
-        """Quantize layers in place that were trained with fake quantization, also in an earlier run.
+        """Quantize the layers in place that were trained with fake quantization, in this run or an earlier one.
 
         Returns:
-            The module. Its layers hold torchao's tensors, which instep's checkpoints do not: save it by `torch.save`.
+            The module. Its layers hold torchao's tensors, which instep's checkpoints cannot hold: save it by
+            `torch.save`.
         """
         if not any(map(_is_fake, module.modules())):
             self.prepare(module)
@@ -195,7 +197,7 @@ def _is_fake(layer: nn.Module) -> bool:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Keep random generators and training modes unchanged while torchao makes new layers."""
+    """Restore the random generators and the training modes after torchao has made new layers."""
     training = {name: part.training for name, part in module.named_modules()}
     with isolate_rng():
         yield

@@ -1,4 +1,4 @@
-"""Reports to Ray: metrics and checkpoints of a Tune trial or a Train worker."""
+"""`RayReport`: report metrics and checkpoints to Ray Tune or Ray Train."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from instep.utils.imports import require
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
 
-_NAME = "checkpoint"  # name of the folder inside Ray's checkpoint
+_NAME = "checkpoint"  # name of instep's checkpoint folder inside Ray's checkpoint
 
 
 class RayReport(Reporting):
-    """Report metrics, and a checkpoint with them, to Ray Tune or Ray Train after each validation.
+    """Report metrics and a checkpoint to Ray Tune or Ray Train after each validation.
 
-    If fit does not validate, it reports at the end of each epoch. In a Tune trial the main process reports. In a Train
-    worker every rank reports, as Ray requires, and the main process adds the checkpoint. A scheduler may end the trial
-    at a report. Ray keeps checkpoints by its own `CheckpointConfig`; pass `ckpt_path=RayReport.ckpt_path()` so that a
-    trial that Ray starts again resumes.
+    If fit does not validate, the callback reports at the end of each epoch. In a Tune trial only the main process
+    reports. In a Train worker every rank reports, as Ray requires, and the main process adds the checkpoint. Ray's
+    scheduler may end the trial during a report. Ray's own `CheckpointConfig` decides which checkpoints are kept; pass
+    `ckpt_path=RayReport.ckpt_path()` to `fit` so that a trial that Ray restarts resumes.
 
     Args:
-        metrics: the logged metrics to report: a name, several, or a mapping from Ray's names to them; None: all.
-        save_checkpoints: whether a full checkpoint goes with each report.
+        metrics: the logged metrics to report: a name, a list of names, or a dict from names in Ray to logged names.
+            None: all logged metrics.
+        save_checkpoints: whether to report a full checkpoint with the metrics.
 
     Raises:
-        SettingError: a name is none. In the run: nothing of that name was logged.
-        MissingPackageError: there is no Ray.
+        SettingError: a name is not valid. (In the run:) no metric of that name was logged.
+        MissingPackageError: Ray is not installed.
 
     Example:
         >>> from instep import Trainer
@@ -53,7 +54,7 @@ class RayReport(Reporting):
 
     @staticmethod
     def ckpt_path() -> str | None:
-        """Return the checkpoint from which Ray continues this trial or worker; None for a new one."""
+        """Return the path of the checkpoint from which Ray resumes this trial or worker; None if it is new."""
         checkpoint = _session().get_checkpoint()
         return None if checkpoint is None else str(Path(checkpoint.to_directory(), _NAME))
 
@@ -70,7 +71,7 @@ class RayReport(Reporting):
             elif trainer.is_global_zero:
                 ray.report(values, checkpoint=None if folder is None else ray.Checkpoint.from_directory(folder))
         finally:
-            if folder is not None and trainer.is_global_zero:  # Ray has copied it
+            if folder is not None and trainer.is_global_zero:  # Ray has copied the checkpoint
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
@@ -82,11 +83,11 @@ class RayReport(Reporting):
 
 
 def _session() -> Any:
-    """Return the package of Ray that this process reports to: `ray.train` in its workers, else `ray.tune`."""
+    """Return the Ray module with the `report` function: `ray.train` in a Train worker, else `ray.tune`."""
     from ray import train, tune
 
     try:
         train.get_context()
-    except (RuntimeError, DeprecationWarning):  # Ray raises these outside of a worker, and in a trial
+    except (RuntimeError, DeprecationWarning):  # this process is not a Train worker
         return tune
     return train

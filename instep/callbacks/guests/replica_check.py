@@ -1,4 +1,4 @@
-"""Check whether the replicas of a model are still equal."""
+"""`ReplicaCheck`: check during training that all ranks hold the same parameters."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class ReplicaCheck(Callback):
-    """Compare the parameters that several ranks hold, and name the ranks whose parameters differ.
+    """Compare the parameters of ranks that should hold the same ones, and name the ranks whose parameters differ.
 
-    Replicas drift apart when a rank skips an update, when memory or a device is faulty, or when a program changes
-    weights on one rank only. The losses show such a difference late or never. Each check hashes all parameters of this
-    rank, on a CPU several GB in a second. Shards are compared if several ranks hold the same shard.
+    The copies of a model become different when a rank skips an update, when memory or a device is faulty, or when a
+    program changes weights on one rank only. The loss shows such a difference late or never. Each check hashes all
+    parameters of this rank, on a CPU several GB per second. Shards are compared if several ranks hold the same shard.
 
     Args:
-        every_n_steps: optimizer steps between two looks; the end of training is one too.
-        buffers: compare buffers as well. Those of BatchNorm layers differ between ranks by design.
-        on_difference: "stop" raises on all ranks; "warn" goes on.
+        every_n_steps: number of optimizer steps between two checks; there is also a check at the end of training.
+        buffers: compare buffers as well. The buffers of BatchNorm layers usually differ between ranks.
+        on_difference: "stop": raise a DistributedError on all ranks. "warn": warn and continue.
 
     Raises:
-        SettingError: an argument is wrong, or the strategy trains replicas apart (local SGD).
-        DistributedError: on all ranks, when replicas differ; the text names tensors, ranks and hosts.
+        SettingError: an argument is wrong, or the strategy allows different weights on the ranks (local SGD).
+        DistributedError: parameters differ; it is raised on all ranks and names tensors, ranks and hosts.
 
     Example:
         >>> ReplicaCheck(every_n_steps=500).every_n_steps
@@ -62,7 +62,7 @@ class ReplicaCheck(Callback):
             self.look(trainer, module)
 
     def look(self, trainer: Trainer, module: TrainModule) -> None:
-        """Compare the replicas now. Collective."""
+        """Compare the parameters of all ranks now. Collective: all ranks call it."""
         self._checked_step = trainer.global_step
         tensors = dict(module.named_parameters())
         if self.buffers:

@@ -1,4 +1,4 @@
-"""Base of callbacks that report a run's metrics to a hyperparameter search of another package."""
+"""Base class of the callbacks that report metrics to a hyperparameter search, such as Optuna or Ray Tune."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Reporting(Callback):
-    """Callback that reports after each validation of fit, or at the end of each epoch if fit does not validate."""
+    """Base class that calls `_report` after each validation of fit, or after each epoch if fit does not validate."""
 
     runs_last = True
 
@@ -26,15 +26,15 @@ class Reporting(Callback):
             self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        """Send the current values of the metrics."""
+        """Send the current values of the metrics to the hyperparameter search."""
         raise NotImplementedError
 
     def _check_logged(self, trainer: Trainer, field: str, names: Iterable[str]) -> None:
         """Raise a SettingError for a name that was never logged.
 
         Args:
-            trainer: with the metrics.
-            field: the argument that has the names.
+            trainer: the Trainer, whose `callback_metrics` are searched.
+            field: the callback's argument that the names come from, for the error text.
             names: names of metrics.
         """
         logged = trainer.callback_metrics

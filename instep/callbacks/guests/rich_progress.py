@@ -1,4 +1,4 @@
-"""Rich's own progress bars in place of the live view: rich's columns and styles, with the same counters."""
+"""`RichProgressBar`: progress bars drawn by the package rich, as Lightning's callback of this name shows them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from instep.utils.checks import Check, is_number, wrong
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_MOST_PER_S = 10.0  # redraws in a second; during each one the training waits for a millisecond or two
+_MOST_PER_S = 10.0  # most redraws per second; training waits for 1 or 2 ms during each
 _RATE = Check(lambda value: is_number(value) and value >= 0, "redraws per second of at least 0, which shows nothing")
 
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of a `RichProgressBar`, as rich writes them.
+    """Styles of a `RichProgressBar`, in rich's style syntax such as "bold green".
 
     Args:
-        description: of the text before each bar.
-        progress_bar: of a bar.
-        progress_bar_finished: of a bar that is full.
-        progress_bar_pulse: of a bar without an end.
-        batch_progress: of the number of batches.
-        time: of time and time left.
-        processing_speed: of the batches per second.
-        metrics: of the metrics.
+        description: style of the text before each bar.
+        progress_bar: style of a bar.
+        progress_bar_finished: style of a bar that is full.
+        progress_bar_pulse: style of a bar whose total is unknown.
+        batch_progress: style of the number of batches.
+        time: style of the elapsed and the remaining time.
+        processing_speed: style of the batches per second.
+        metrics: style of the metrics.
         metrics_text_delimiter: text between two metrics.
-        metrics_format: format of a metric's value.
+        metrics_format: format specification of a metric's value, such as ".3f".
 
     Example:
         >>> theme = RichProgressBarTheme(progress_bar="green", metrics_format=".2e")
@@ -62,11 +62,11 @@ class RichProgressBarTheme:
 
 
 class _Texts(ProgressColumn):
-    """A column of texts in one style.
+    """A column of the progress display whose texts have one style.
 
     Args:
-        style: of the theme.
-        text: makes a task's text.
+        style: a style of the theme.
+        text: function that makes the text for one of rich's tasks.
     """
 
     def __init__(self, style: str | Style, text: Callable[[Task], str]) -> None:
@@ -82,7 +82,7 @@ def _batches(task: Task) -> str:
 
 
 def _times(task: Task) -> str:
-    """Write the time, and the time left."""
+    """Format a task's elapsed and remaining time."""
     times = (task.finished_time if task.finished else task.elapsed, task.time_remaining)
     return " • ".join("-:--:--" if time_s is None else str(timedelta(seconds=int(time_s))) for time_s in times)
 
@@ -100,7 +100,7 @@ def _formatted(value: Any, spec: str) -> str:
 
 @dataclass
 class _Bars(View):
-    """The drawing by rich; the plain line for a log file is that of the live view."""
+    """A view that is drawn with rich's progress bars; in a log file it is one plain line, as `View` writes it."""
 
     progress: Progress = field(kw_only=True)
 
@@ -112,16 +112,16 @@ class _Bars(View):
 
 
 class RichProgressBar(LiveProgressBar):
-    """A progress bar of rich's columns, with Lightning's look.
+    """A progress bar made of rich's columns, which looks like Lightning's `RichProgressBar`.
 
-    It works as `LiveProgressBar` does: a thread draws the bar from counters, at no cost to a training step. So
-    `get_metrics` is called when the bar is drawn, and not at every batch.
+    As with `LiveProgressBar`, a thread draws the bar, so that a training step does not wait for it. Therefore
+    `get_metrics` is called when the bar is drawn, not at every batch.
 
     Args:
-        refresh_rate: redraws per second, of which at most 10 are made; 0 shows nothing.
-        leave: the last line of every epoch stays on the terminal.
-        theme: styles.
-        console_kwargs: arguments of rich's `Console`, such as `{"width": 100}`.
+        refresh_rate: redraws per second; values above 10 count as 10, and 0 shows nothing.
+        leave: whether the last line of every epoch stays on the terminal.
+        theme: the styles of the bar's parts.
+        console_kwargs: arguments for rich's `Console`, such as `{"width": 100}`.
 
     Raises:
         SettingError: an argument is wrong.
@@ -150,14 +150,14 @@ class RichProgressBar(LiveProgressBar):
         self._refresh_rate = refresh_rate
         self._console_options = dict(console_kwargs or {})
         self._metrics: Mapping[str, Any] = {}
-        self._tasks: dict[str, TaskID] = {}  # task of each stage, as `trainer.progress` names it
+        self._tasks: dict[str, TaskID] = {}  # rich's task of each stage, under the stage's name in `trainer.progress`
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "progress": None}
 
     @property
     def refresh_rate(self) -> float:
-        """Redraws per second, as given."""
+        """The `refresh_rate` that was passed to the constructor, in redraws per second."""
         return self._refresh_rate
 
     @property
@@ -167,27 +167,27 @@ class RichProgressBar(LiveProgressBar):
 
     @property
     def train_progress_bar(self) -> Task:
-        """Rich's task of the training."""
+        """The rich `Task` that shows training."""
         return self._task("train")
 
     @property
     def val_sanity_check_bar(self) -> Task:
-        """Rich's task of the sanity check."""
+        """The rich `Task` that shows the sanity check."""
         return self._task("sanity")
 
     @property
     def val_progress_bar(self) -> Task:
-        """Rich's task of the validation."""
+        """The rich `Task` that shows validation."""
         return self._task("validate")
 
     @property
     def test_progress_bar(self) -> Task:
-        """Rich's task of the test."""
+        """The rich `Task` that shows test."""
         return self._task("test")
 
     @property
     def predict_progress_bar(self) -> Task:
-        """Rich's task of the prediction."""
+        """The rich `Task` that shows prediction."""
         return self._task("predict")
 
     def _task(self, stage: str) -> Task:
@@ -196,11 +196,11 @@ class RichProgressBar(LiveProgressBar):
         return self.progress.tasks[self._tasks[stage]]
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
-        """Return the metrics to show; override to change them. Runs in the bar's thread: must not touch a device."""
+        """Return the metrics to show; override to change them. Called in the bar's thread: must not use a device."""
         return ProgressBar.get_metrics(self, trainer, module)
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Return rich's columns; override to choose others. The metrics follow these columns."""
+        """Return rich's columns; override to choose others. The metrics are shown to the right of these columns."""
         return [
             TextColumn("[progress.description]{task.description}"),
             BarColumn(
@@ -214,27 +214,27 @@ class RichProgressBar(LiveProgressBar):
         ]
 
     def _metrics_text(self, task: Task) -> str:
-        """Format the metrics, which are shown behind the training bar."""
+        """Format the metrics, which are shown to the right of the training bar."""
         if task.id != self._tasks.get("train"):
             return ""
         texts = [f"{name}: {_formatted(value, self.theme.metrics_format)}" for name, value in self._metrics.items()]
         return self.theme.metrics_text_delimiter.join(texts)
 
-    # ---- bars of the stages: made when the stage starts; set by the thread, and when the stage ends
+    # ---- one bar for each stage: made when the stage starts, updated by the thread and when the stage ends
 
     def _open(self, trainer: Trainer, module: TrainModule) -> None:
         self._tasks, self._metrics = {}, {}
         metrics = _Texts(self.theme.metrics, self._metrics_text)
-        # The live view's screen draws this progress, which is never started. So its own console is not used.
+        # This Progress is never started: the live view's screen draws it. So its own console writes to nowhere.
         self.progress = Progress(*self.configure_columns(trainer), metrics, console=Console(file=io.StringIO()))
         super()._open(trainer, module)
 
     def _begin(self, stage: str, text: str, batches: int | float) -> None:
-        """Show a stage's bar from its start; a bar that exists starts again from zero."""
+        """Show the bar of a stage that begins; if the bar exists, set it back to zero."""
         if self.progress is None or self._thread is None:
             return
         text = f"[{self.theme.description}]{text}" if self.theme.description else text
-        total = batches if math.isfinite(batches) else None  # for rich, None means a bar without an end
+        total = batches if math.isfinite(batches) else None  # rich uses None for an unknown total
         if stage in self._tasks:
             self.progress.reset(self._tasks[stage], total=total, description=text, visible=True)
         else:
@@ -266,7 +266,7 @@ class RichProgressBar(LiveProgressBar):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         stage = "sanity" if trainer.sanity_checking else "validate"
-        # the counters are those of the last loader
+        # After an evaluation, these counters have the values of the last dataloader.
         done, total = trainer.progress.eval_batch, trainer.progress.eval_total
         self._set(stage, done, total=total, visible=self._run == "validate")
         super().on_validation_end(trainer, module)

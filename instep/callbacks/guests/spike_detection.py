@@ -1,4 +1,4 @@
-"""Stop training when the loss jumps, and name the batches."""
+"""`SpikeDetection`: stop training when the loss suddenly jumps, and name the batches that may have caused it."""
 
 from __future__ import annotations
 
@@ -23,49 +23,50 @@ if TYPE_CHECKING:
 
 
 class _Batch(NamedTuple):
-    """A batch whose loss was not compared yet, since the loss is still on the device."""
+    """A batch that waits for its comparison, because its loss may not be computed on the device yet."""
 
     number: int
     step: int
-    loss: Tensor | None  # None if the rank repeated or skipped the batch
+    loss: Tensor | None  # None if this rank only repeated a batch, or skipped it
 
 
 class SpikeDetection(Callback):
     """Stop training on all ranks when the loss of a batch jumps, with an error that names batches and samples.
 
-    Each rank's loss is compared with the running mean of the last `window` batches, over all ranks. A batch is a spike
-    if its loss on any rank is worse than the last mean, and differs from the running mean by more than `atol` and
-    `rtol`. That batch and the one before it (whose update may be the cause) are written to a file, and no checkpoint is
-    saved after them.
+    Each rank's loss is compared with the running mean: the mean loss of the last `window` batches over all ranks. A
+    batch is a spike if its loss on any rank is worse than the mean loss of the batch before it, and differs from the
+    running mean by at least `atol` and `rtol`. The spike and the batch before it (whose update may be the cause) are
+    written to a file, and no checkpoint is saved after them.
 
-    Losses are compared in order, when no wait for the device is needed: on one CPU at each batch. Elsewhere every
-    `log_every_n_steps` steps, the losses up to the previous such step are compared. All losses are compared before a
-    save and at the end of an epoch. So the run may stop later than the spike, but always names the same batches.
+    On one CPU the losses are compared at each batch. Otherwise they are compared later, so that no step waits for the
+    device: every `log_every_n_steps` steps, the losses up to the previous comparison step are read. All losses are
+    compared before a save and at the end of an epoch. So the run may stop some steps after the spike, but the error
+    always names the same batches.
 
-    With `Trainer(nonfinite=...)`, that setting handles a loss that is nan or inf, and this callback ignores it.
+    With `Trainer(nonfinite=...)`, the Trainer handles a loss that is nan or inf, and this callback ignores the loss.
 
     Args:
-        mode: "min" where a lower loss is better, "max" where a higher is.
-        window: batches in the running mean.
-        warmup: batches before any is judged.
-        atol: least distance to the running mean; None: none is asked for.
-        rtol: least distance, as a multiple of the running mean; None: none is asked for.
-        exclude_batches_path: the file to write, or a folder for `skip_batches.json`. None: in the run folder.
-        finite_only: a loss that is nan or inf is a spike. False: nan is passed over, inf is judged as a number.
+        mode: "min" if a lower loss is better, "max" if a higher loss is better.
+        window: number of batches in the running mean.
+        warmup: number of batches at the start of training that are never spikes.
+        atol: smallest difference from the running mean that is a spike. None: no such limit.
+        rtol: smallest difference that is a spike, as a multiple of the running mean. None: no such limit.
+        exclude_batches_path: the JSON file to write, or a folder for `skip_batches.json`. None: use the run folder.
+        finite_only: True: a loss that is nan or inf is a spike. False: nan is ignored, inf is compared as a number.
 
     Attributes:
-        bad_batches: what the file has: for each batch its "epoch" and "batch", and "samples" by rank (the data set's
-            indices; null where unknown).
+        bad_batches: the content of the file: for each batch its "epoch", its "batch" index, and its "samples": a list
+            of indices in the data set for each rank (null if unknown).
 
     Raises:
         SettingError: an argument is wrong.
-        TrainingSpikeError: on all ranks, when there is a spike.
+        TrainingSpikeError: the loss of a batch is a spike; raised on all ranks.
 
     Example:
         >>> SpikeDetection(window=50, warmup=100, rtol=3.0).rtol
         3.0
 
-    Source: Lightning's `SpikeDetection`, where each rank has a mean of its own; the file's form is ours.
+    Source: Lightning's `SpikeDetection`, which has a separate mean on each rank and another file format.
     """
 
     def __init__(
@@ -89,18 +90,18 @@ class SpikeDetection(Callback):
         self._means: deque[float] = deque(maxlen=window)
         self._judged = 0
         self._waiting: list[_Batch] = []
-        self._older = 0  # batches that were already waiting at the last comparison
+        self._older = 0  # number of batches that were waiting at the last comparison
         self._last_look = 0
         self._at_once = False
         self._every = 50
         self._error: TrainingSpikeError | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running means and the number of compared batches; `before_save` has compared all batches."""
+        """Return the mean losses of the last batches and the number of compared batches."""
         return {"means": list(self._means), "judged": self._judged}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the running means."""
+        """Restore the mean losses of the last batches and the number of compared batches."""
         self._means = deque(state_dict["means"], maxlen=self.window)
         self._judged = state_dict["judged"]
 
@@ -121,12 +122,12 @@ class SpikeDetection(Callback):
         if self._at_once:
             self._judge(trainer, _Batch(batch_idx, step, None), [None if loss is None else loss.item()])
             return
-        # Copied, since a CUDA graph writes its next loss into the same memory.
+        # Copy the loss, since a CUDA graph writes the next loss into the same memory.
         kept = None if loss is None or replayed else loss.detach().clone()
         self._waiting.append(_Batch(batch_idx, step, kept))
         if step % self._every == 0 and step != self._last_look:
             self._last_look = step
-            # The device has computed these losses, so reading them does not wait.
+            # The device computed these losses many steps ago, so reading them does not wait.
             self._judge_waiting(trainer, self._older)
             self._older = len(self._waiting)
 
@@ -134,15 +135,15 @@ class SpikeDetection(Callback):
         try:
             self._judge_waiting(trainer, len(self._waiting))
         except TrainingSpikeError as error:
-            # ModelCheckpoint(on_error="warn") would treat this error as a failed save, so it is raised again later.
+            # Keep the error to raise it again, since ModelCheckpoint(on_error="warn") treats it as a failed save.
             self._error = error
             raise
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._judge_waiting(trainer, len(self._waiting))  # compare all now, since the next epoch has other samples
+        self._judge_waiting(trainer, len(self._waiting))  # the next epoch replaces the indices of samples
 
     def _judge_waiting(self, trainer: Trainer, count: int) -> None:
-        """Compare the first `count` batches that wait. Collective."""
+        """Compare the losses of the first `count` waiting batches. Collective: all ranks call it."""
         if self._error is not None:
             raise self._error
         batches, self._waiting, self._older = self._waiting[:count], self._waiting[count:], 0
@@ -183,7 +184,7 @@ class SpikeDetection(Callback):
     def _report(
         self, trainer: Trainer, batch: _Batch, losses: list[float | None], ranks: list[int]
     ) -> TrainingSpikeError:
-        """Write the report's file and make the error. Collective."""
+        """Write the file with the spike's batches, and return the error to raise. Collective: all ranks call it."""
         epoch, indices = trainer.position.epoch, range(max(0, batch.number - 1), batch.number + 1)
         mine = tuple(map(trainer.batch_indices, indices))
         everyone: list[Any] = gather_object(mine)
@@ -233,7 +234,7 @@ def _loss_of(outputs: Any, module: TrainModule) -> Tensor | None:
 
 
 def _over_ranks(trainer: Trainer, batches: list[_Batch]) -> list[list[float | None]]:
-    """Return each batch's losses by rank. Collective."""
+    """Return for each batch a list of its losses on all ranks. Collective: all ranks call it."""
     tensors = [batch.loss.reshape(()).float() for batch in batches if batch.loss is not None]
     values = iter(torch.stack(tensors).tolist() if tensors else ())
     mine = tuple(None if batch.loss is None else next(values) for batch in batches)

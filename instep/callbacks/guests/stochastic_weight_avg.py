@@ -1,4 +1,4 @@
-"""`StochasticWeightAveraging`: an average of the weights at the ends of the last epochs."""
+"""`StochasticWeightAveraging`: average the weights that the model has at the ends of the last epochs."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ if TYPE_CHECKING:
 
 
 class StochasticWeightAveraging(WeightAveraging):
-    """Average the weights at the end of each epoch from `swa_epoch_start` on; the learning rate goes to `swa_lrs`.
+    """Average the weights at the end of each epoch from `swa_epoch_start` on, with the learning rate `swa_lrs`.
 
-    From that epoch on torch's `SWALR` takes the place of the run's learning-rate scheduler. When fit ends, the module
-    gets the average. One more pass over the training data then computes the statistics of its BatchNorm layers. By
-    default validation and checkpoints use the trained weights. For other averages see `WeightAveraging`.
+    From that epoch on, torch's `SWALR` replaces the run's learning-rate scheduler and brings the learning rate to
+    `swa_lrs`. When fit ends, the module gets the averaged weights, and one more pass over the training data computes
+    the statistics of its BatchNorm layers. By default validation and checkpoints use the trained weights, not the
+    averaged ones. `WeightAveraging` offers other averages.
 
     Args:
-        swa_lrs: the learning rate of averaged epochs: one, or one for each parameter group.
-        swa_epoch_start: the first of these epochs, from 1; a float is a fraction of `max_epochs`.
-        annealing_epochs: epochs in which the learning rate gets there.
-        annealing_strategy: "cos" or "linear": how.
-        avg_fn: as torch's `AveragedModel` takes it; None: all epochs weigh the same.
-        device: where the average is kept; None: where the weights are.
-        use_for: as for `WeightAveraging`. With "val" or "save" BatchNorm's statistics are computed after each of these
-            epochs.
+        swa_lrs: the learning rate of the averaged epochs: one for all, or a list with one for each parameter group.
+        swa_epoch_start: the first averaged epoch, counted from 1; a float is a fraction of `max_epochs`.
+        annealing_epochs: number of epochs in which the learning rate changes to `swa_lrs`.
+        annealing_strategy: "cos" or "linear": how the learning rate changes to `swa_lrs`.
+        avg_fn: function that updates the average, as torch's `AveragedModel` takes it. None: the plain mean.
+        device: device of the average. None: the device of the weights.
+        use_for: what the average is used for: "val", "save" or "end", as in `WeightAveraging`. With "val" or "save" the
+            BatchNorm statistics are computed after each averaged epoch.
 
     Raises:
-        SettingError: an argument is wrong. When training starts: there is not exactly one optimizer, or more than one
-            scheduler; a fraction of endless epochs; BatchNorm layers in manual optimization.
+        SettingError: an argument is wrong. (When training starts:) there is not exactly one optimizer, or more than one
+            scheduler; `swa_epoch_start` is a float and `max_epochs` is -1; or the module has BatchNorm layers and uses
+            manual optimization.
 
     Example:
         >>> StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=5).use_for
@@ -98,7 +100,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self._scheduled = False  # reset, since an earlier run may have set it; a checkpoint's state is loaded later
+            self._scheduled = False  # an earlier run may have set it; a resumed run loads its state later
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         name = type(self).__name__
@@ -146,7 +148,7 @@ class StochasticWeightAveraging(WeightAveraging):
             )
         super().on_fit_start(trainer, module)
         self._fresh = False
-        # the run of the checkpoint had switched to the SWALR schedule; the schedule's state is loaded later
+        # The checkpoint was saved after the switch to SWALR: switch now, so that SWALR's state can be loaded.
         if self._scheduled:
             self._schedule(trainer)
 
@@ -189,7 +191,7 @@ class StochasticWeightAveraging(WeightAveraging):
         super().on_train_end(trainer, module)
 
     def _refresh_batchnorm(self, trainer: Trainer, module: TrainModule) -> None:
-        """Compute the BatchNorm statistics of the averaged weights. Collective."""
+        """Compute the BatchNorm statistics for the averaged weights. Collective: all ranks call it."""
         if not self._has_batchnorm or self._fresh or not self.n_averaged:
             return
         self._swap_models(trainer)
@@ -199,7 +201,7 @@ class StochasticWeightAveraging(WeightAveraging):
         self._fresh = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of `WeightAveraging`, and whether the SWALR schedule has begun."""
+        """Return the state of `WeightAveraging`, and whether SWALR has replaced the scheduler."""
         return {**super().state_dict(), "scheduled": self._scheduled}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -208,7 +210,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
 
 class _SWALR(SWALR):
-    """torch's SWALR, whose state contains a function before torch 2.10."""
+    """torch's SWALR without the function that its `state_dict` contains before torch 2.10."""
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key != "anneal_func"}
@@ -217,8 +219,8 @@ class _SWALR(SWALR):
 def update_batchnorm(trainer: Trainer, module: TrainModule) -> None:
     """Compute the statistics of the module's BatchNorm layers by one pass over the training data. Collective.
 
-    Each batch of each rank counts once; the statistics are the mean over batches, as with
-    `torch.optim.swa_utils.update_bn`. Layers in eval mode are left alone.
+    The statistics are the mean over all batches of all ranks, with equal weight for each batch, as in
+    `torch.optim.swa_utils.update_bn`. Layers in eval mode are not changed.
     """
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
     statistics = [_BatchStatistics(layer) for layer in layers if layer.running_mean is not None]
@@ -239,13 +241,13 @@ def update_batchnorm(trainer: Trainer, module: TrainModule) -> None:
 
 
 class _BatchStatistics:
-    """Sums of a BatchNorm layer's statistics over batches, taken after each of its forwards.
+    """Sum of a BatchNorm layer's statistics over batches, updated after each forward of the layer.
 
-    The layer's momentum makes its buffers those of the last batch alone. So a change of the buffers between forwards,
-    as DDP makes, has no effect.
+    The layer's momentum is set to 1, so that its buffers hold the statistics of the last batch alone. Therefore it does
+    not matter that DDP overwrites the buffers between two forwards.
 
     Args:
-        layer: with running statistics.
+        layer: a BatchNorm layer with running statistics.
     """
 
     def __init__(self, layer: _BatchNorm) -> None:
@@ -271,17 +273,17 @@ class _BatchStatistics:
             self._sums += torch.cat([mean, variance, mean.new_ones(1)])
 
     def close(self) -> None:
-        """Restore the layer's own settings."""
+        """Restore the layer's momentum and buffers, and remove the forward hook."""
         self._handle.remove()
         self._layer.momentum = self._momentum
         for buffer, before in zip(self._layer.buffers(), self._before, strict=True):
             buffer.copy_(before)
 
     def write(self, copies: int) -> None:
-        """Set the layer's statistics to the mean over all ranks' batches. Collective.
+        """Set the layer's running statistics to the mean over the batches of all ranks. Collective: all ranks call it.
 
         Args:
-            copies: ranks that read the same data.
+            copies: number of ranks that read the same data.
         """
         all_reduce_(self._sums, "sum")
         batches = self._sums[-1]

@@ -1,4 +1,4 @@
-"""Log how much a run does per second: batches, samples, tokens, floating-point operations and MFU."""
+"""`ThroughputMonitor`: log batches, samples, tokens and floating-point operations per second, and MFU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVALUATIONS = ("validate", "test", "predict")
 
 
 class Totals(NamedTuple):
-    """Counts up to a certain time, of this rank or of all ranks."""
+    """Training time and counts of batches, samples, items and operations, of this rank or of all ranks."""
 
     time_s: float = 0.0
     batches: int = 0
@@ -33,7 +33,7 @@ class Totals(NamedTuple):
     flops: float = 0.0
 
     def minus(self, other: Totals) -> Totals:
-        """Return the counts since an earlier moment."""
+        """Return the difference to the totals `other` of an earlier time."""
         return Totals(
             self.time_s - other.time_s,
             self.batches - other.batches,
@@ -46,40 +46,42 @@ class Totals(NamedTuple):
 class ThroughputMonitor(Callback):
     """Log batches, samples, items and floating-point operations per second to the loggers, and their totals.
 
-    Every `log_every_n_steps` steps, with `train/` before each name:
+    These values are logged every `log_every_n_steps` steps, with `train/` before each name:
 
     - `time` (seconds of training, without validation), `batches` (of each process), `samples` and `lengths` (of all
-      processes): totals since the run began, in earlier processes too. The last two are logged as `samples` and
-      `tokens` as well, for loggers with `x_axis="samples"` or `x_axis="tokens"`.
+      processes): totals since the run began, including the time before a restart. `samples` and `lengths` are also
+      logged under the plain names `samples` and `tokens`, for loggers with `x_axis="samples"` or `x_axis="tokens"`.
     - `device/batches_per_sec`, `device/samples_per_sec`, `device/items_per_sec`, `device/flops_per_sec`, `device/mfu`:
-      rates of this process over the last `window_size` batches, from that many batches on.
+      rates of this process over the last `window_size` batches; not logged before there are as many batches.
     - `batches_per_sec`, `samples_per_sec`, `items_per_sec`, `flops_per_sec`: rates of all processes together, if there
-      are several. They are sums over the ranks, and a batch that a rank repeats for the others does not count.
+      are several. A batch that a rank repeats because other ranks have more batches does not count.
 
-    Validation, test and prediction log the same without operations, once at their end, under `validate/`, `test/` and
-    `predict/`. Times are those of the host's clock, which never waits for the device. The host may run ahead of the
-    device, but by about as much at both ends of the window.
+    Validation, test and prediction log the same values without operations, once at their end, under `validate/`,
+    `test/` and `predict/`. Times are measured on the host without waiting for the device. The host may run ahead of the
+    device, but it is ahead by about the same time at both ends of the window.
 
-    Operations are the module's `flops_per_batch` (an attribute or property; of one process and one batch, forward and
-    backward) where it has one. Otherwise torch's formulas count the operations of the first training batch while it
-    runs, and later batches are scaled by their samples. Operations that activation checkpointing repeats count twice.
-    The operations of a compiled module cannot be counted: give it `flops_per_batch`.
+    The number of floating-point operations is the module's `flops_per_batch`, if it has this attribute or property
+    (forward and backward of one batch on one process). Otherwise torch's formulas count the operations of the first
+    training batch while it runs, and later batches are scaled by their number of samples. Operations that activation
+    checkpointing repeats count twice. The operations of a compiled module cannot be counted: it needs
+    `flops_per_batch`.
 
     Args:
-        batch_size_fn: number of samples of a batch. None: as the loop knows it.
-        length_fn: number of items, such as tokens, of a batch.
-        window_size: batches that a rate is taken over.
-        separator: stands between the parts of a name.
-        available_flops: peak operations per second of one device, for MFU. None: from the table of
+        batch_size_fn: function that returns the number of samples in a batch. None: use the number that the training
+            loop knows.
+        length_fn: function that returns the number of items, such as tokens, in a batch.
+        window_size: number of batches over which rates are computed.
+        separator: text between the parts of a logged name.
+        available_flops: peak operations per second of one device, for MFU. None: look it up in the table of
             `instep.utils.flops`, by the device's name and the precision.
-        using_sparse_model: the device's kernels for structured sparsity are used, which raise its peak.
-        sparse_cuda_acceleration_factor: by how much they do.
+        using_sparse_model: whether the model uses the device's structured sparsity, which has a higher peak.
+        sparse_cuda_acceleration_factor: factor by which structured sparsity raises the peak.
 
     Attributes:
         metrics: the values that were logged last, by name.
 
     Raises:
-        SettingError: an argument is wrong, or the number of samples cannot be told.
+        SettingError: an argument is wrong. (In the run:) the number of samples in a batch is unknown.
 
     Example:
         >>> monitor = ThroughputMonitor(length_fn=lambda batch: batch["tokens"].numel(), window_size=20)
@@ -119,8 +121,8 @@ class ThroughputMonitor(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._before = Totals()  # totals of all ranks in earlier processes
-        self._mine = Totals()  # totals of this rank in this process
+        self._before = Totals()  # totals of all ranks before the last restart
+        self._mine = Totals()  # totals of this rank since the last restart
         self._saved = Totals()
         self._flops_per_sample: float | None = None
         self._clock = 0.0
@@ -135,7 +137,7 @@ class ThroughputMonitor(Callback):
         return {**self._saved._asdict(), "flops_per_sample": self._flops_per_sample}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the totals; a new window begins."""
+        """Restore the totals of the run; this process starts to count from zero."""
         self._before = self._saved = Totals(*(state_dict[name] for name in Totals._fields))
         self._flops_per_sample = state_dict["flops_per_sample"]
         self._mine = Totals()
@@ -147,7 +149,7 @@ class ThroughputMonitor(Callback):
         if stage != "fit":
             return
         if trainer.global_step == 0:
-            self._reset()  # the same object may have served another Trainer before
+            self._reset()  # the callback may have been used in another run before
         self._module_tells = hasattr(module, "flops_per_batch")
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -167,7 +169,7 @@ class ThroughputMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         counts = not self._module_tells and not any(m._compiled_call_impl is not None for m in module.modules())
-        # Set on this object, not on the class, so that other monitors have no call at every step.
+        # The hook is set on this object, so that a monitor without it costs no call at each step.
         self.on_train_batch_start = self._count_flops if counts else None  # pyright: ignore[reportAttributeAccessIssue]
 
     def _count_flops(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
@@ -207,7 +209,7 @@ class ThroughputMonitor(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         counter, self._counter = self._counter, None
-        if counter is not None:  # the step raised an error while its operations were counted
+        if counter is not None:  # the step whose operations were counted raised an error
             counter.__exit__(None, None, None)
 
     # ---- evaluation
@@ -232,7 +234,7 @@ class ThroughputMonitor(Callback):
         if done is None:
             return
         took_s = time.perf_counter() - done.time_s
-        self._clock += took_s  # the time of evaluation does not count as training
+        self._clock += took_s  # do not count the time of evaluation as training time
         stage = trainer.state.stage
         if self._every and stage in _EVALUATIONS and took_s > 0:
             mine = done._replace(time_s=took_s)
@@ -244,7 +246,7 @@ class ThroughputMonitor(Callback):
     # ---- used by training and evaluation
 
     def _size(self, trainer: Trainer, batch: Any) -> tuple[int, int]:
-        """Return the samples and items of a batch; none for a batch that is repeated because other ranks have more."""
+        """Return the number of samples and of items in a batch; both are 0 for a batch that this rank only repeats."""
         known = trainer.batch_weight
         if known == 0:
             return 0, 0
@@ -261,9 +263,9 @@ class ThroughputMonitor(Callback):
         return samples, 0 if self.length_fn is None else self.length_fn(batch)
 
     def _over_ranks(self, trainer: Trainer, part: Totals) -> tuple[Totals, Totals]:
-        """Add up the totals of the run, and of a part of it, over all ranks. Collective."""
+        """Return the totals of the run and of `part`, summed over all ranks. Collective: all ranks call it."""
         mine = self._mine
-        counts = trainer.strategy.contributes  # if several ranks read the same data, only one of them counts
+        counts = trainer.strategy.contributes  # False on all but one of several ranks that read the same data
         sums = torch.tensor(
             [*(mine[2:4] if counts else (0, 0)), mine.flops, *(part[2:4] if counts else (0, 0)), part.flops],
             dtype=torch.float64,

@@ -1,4 +1,4 @@
-"""Progress bars by tqdm, as users of Lightning know them."""
+"""`TQDMProgressBar`: progress bars drawn by the package tqdm, like those of Lightning's callback of this name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from tqdm import tqdm as _tqdm
 
     from instep.callbacks.base import Trainer, TrainModule
-else:  # `tqdm.auto` draws a notebook's bar with ipywidgets
+else:  # in a notebook `tqdm.auto` draws the bar with ipywidgets
     _tqdm = require("tqdm.auto" if find_spec("ipywidgets") else "tqdm", extra=None, purpose="TQDMProgressBar").tqdm
 
 _DIGITS = 5
-_ON_COLAB = 20  # fewest batches between two refreshes, since a browser cannot show more
+_ON_COLAB = 20  # least number of batches between two refreshes: a browser shows more only slowly
 
 
 class Tqdm(_tqdm):
@@ -35,7 +35,7 @@ class Tqdm(_tqdm):
 
     @staticmethod
     def format_num(n: float | str) -> str:
-        """Format a number; floats get trailing zeros.
+        """Format a number; a float is padded with zeros to a fixed width.
 
         Example:
             >>> Tqdm.format_num(0.5), Tqdm.format_num(3), Tqdm.format_num("abc")
@@ -54,7 +54,7 @@ class Tqdm(_tqdm):
 
 
 def _bar(name: str, about: str) -> Any:
-    """Make a property that holds the tqdm bar of a stage and can be set."""
+    """Make a property, with a setter, for the tqdm bar of a stage."""
 
     def get(self: TQDMProgressBar) -> Tqdm:
         bar = getattr(self, name)
@@ -69,18 +69,19 @@ def _bar(name: str, about: str) -> Any:
 
 
 class TQDMProgressBar(ProgressBar):
-    """A progress bar of tqdm on stdout.
+    """A progress bar drawn by tqdm on stdout.
 
-    Each stage has its bar, made by an `init_..._tqdm` that may be overridden: `train_progress_bar`, `val_progress_bar`
-    (of the sanity check too), `test_progress_bar` and `predict_progress_bar`. A bar's counter is set every
-    `refresh_rate` batches, in the training's own thread. It is drawn with the metrics at most ten times a second, at
-    the last batch, and before a validation, since drawing may take longer than a step. If a subclass overrides
-    `get_metrics`, it is called every `refresh_rate` batches.
+    Each stage has its own bar: `train_progress_bar`, `val_progress_bar` (also for the sanity check),
+    `test_progress_bar` and `predict_progress_bar`. A method `init_..._tqdm`, which may be overridden, makes each bar.
+    Every `refresh_rate` batches the training thread sets the bar's counter. Since drawing may take longer than a step,
+    the bar and the metrics are drawn at most ten times a second, at the last batch, and before a validation. If a
+    subclass overrides `get_metrics`, the method is called every `refresh_rate` batches.
 
     Args:
-        refresh_rate: batches between two updates; 0 shows nothing. The variable TQDM_MINITERS sets a least value.
-        process_position: lines that the bars stand below the cursor, where there are bars of your own above them.
-        leave: True: the bar of every epoch stays on the terminal.
+        refresh_rate: batches between two updates; 0 shows nothing. The environment variable TQDM_MINITERS sets a
+            minimum.
+        process_position: number of lines by which the bars are moved down, to leave room for other bars above them.
+        leave: whether the bar of every epoch stays on the terminal.
 
     Raises:
         MissingPackageError: tqdm is not installed.
@@ -127,7 +128,7 @@ class TQDMProgressBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Batches between two updates."""
+        """Number of batches between two updates of a bar."""
         return self._refresh_rate
 
     @property
@@ -142,7 +143,7 @@ class TQDMProgressBar(ProgressBar):
 
     @property
     def is_disabled(self) -> bool:
-        """Whether it shows nothing."""
+        """Whether the bar shows nothing in this process."""
         return not self.is_enabled
 
     def init_sanity_tqdm(self) -> Tqdm:
@@ -154,7 +155,7 @@ class TQDMProgressBar(ProgressBar):
         return self._make(self.train_description, smoothing=0)
 
     def init_validation_tqdm(self) -> Tqdm:
-        """Make the bar of a validation, in fit below that of training."""
+        """Make the bar of a validation; within fit, it is shown below the training bar."""
         alone = self.trainer.state.fn == "validate"
         return self._make(self.validation_description, leave=alone, below=int(not alone))
 
@@ -190,9 +191,9 @@ class TQDMProgressBar(ProgressBar):
         return bar is not None and self.is_enabled and (done % self.refresh_rate == 0 or done == bar.total)
 
     def _move(self, bar: Tqdm, done: int, metrics: Callable[[], dict[str, Any]] | None = None) -> None:
-        """Set a bar's counter; draw the bar, with fresh metrics, when a refresh is due.
+        """Set a bar's counter, and draw the bar with new metrics if a refresh is due.
 
-        An overridden `get_metrics` is called each time, since its author may rely on that.
+        If a subclass overrides `get_metrics`, the method is called each time, as in Lightning.
         """
         if bar.disable:
             return
@@ -313,7 +314,7 @@ class TQDMProgressBar(ProgressBar):
         return [bar for bar in bars if bar is not None]
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the bar that is shown; use `print` if no bar is shown."""
+        """Print a line above the bars; if no bar is shown, call Python's `print`."""
         bar = next((bar for bar in self._bars() if not bar.disable), None)
         if bar is None:
             super().print(*args, sep=sep, **kwargs)

@@ -1,4 +1,4 @@
-"""Reports to a Weights & Biases sweep: the best value of a metric, and whether the sweep may restart the run."""
+"""`WandbSweep`: report a metric's best value to a Weights & Biases sweep, and let the sweep restart the run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _MODE = choice("min", "max")
 
 
 class WandbSweep(Callback):
-    """Let a W&B sweep judge a run by the best value of a metric, and start it again after a preemption.
+    """Report a metric's best value to a Weights & Biases sweep, and let the sweep restart the run after a preemption.
 
-    A sweep reads the run's summary, which by default holds the last value of a metric. This callback adds the best
-    value, for instance as "val_loss.min"; use that name in the sweep's configuration. A run that a signal ends is
-    marked as preempted, so the sweep gives it to the next agent. With its own root folder and `ckpt_path="auto"`, the
-    run resumes there. `WandbLogger` must be one of the Trainer's loggers.
+    A sweep reads the summary of the W&B run, which by default holds the last value of a metric. This callback adds the
+    best value, for instance as "val_loss.min"; use that name in the sweep's configuration. A run that a signal ends is
+    marked as preempted, so that the sweep gives it to the next agent. To resume there, the run needs a root folder of
+    its own and `ckpt_path="auto"`. `WandbLogger` must be one of the Trainer's loggers.
 
     Args:
-        monitor: the logged metric.
-        mode: "min" or "max": which value is the best.
+        monitor: name of the logged metric.
+        mode: "min" or "max": whether the smallest or the largest value is the best.
 
     Raises:
-        SettingError: `monitor` is no name, `mode` is none of both, or there is no WandbLogger.
+        SettingError: `monitor` is not a name, `mode` is neither "min" nor "max", or there is no WandbLogger.
 
     Example:
         >>> from instep import Trainer

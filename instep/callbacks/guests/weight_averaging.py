@@ -1,4 +1,4 @@
-"""`WeightAveraging`: the callback that keeps an average of the weights beside those that are trained."""
+"""`WeightAveraging` and `EMAWeightAveraging`: keep an average of the weights beside the trained weights."""
 
 from __future__ import annotations
 
@@ -31,31 +31,33 @@ _DEVICE = (
 
 
 class WeightAveraging(Callback):
-    """Keep an average of the weights, updated after optimizer steps or epochs, and use it in place of the trained ones.
+    """Keep an average of the weights during training, and use it instead of the trained weights, for instance to save.
 
-    The arithmetic is that of torch's `AveragedModel`. Each rank averages the part of the weights that it holds. So all
-    sharding strategies work, and a step waits for no other rank. Override `should_update` to choose when the average is
-    updated; by default this happens after every optimizer step, and all updates have the same weight. Before the first
-    update the trained weights are used.
+    The average is computed as by torch's `AveragedModel`. Each rank averages the part of the weights that it holds, so
+    all sharding strategies work, and no rank waits for another one. Override `should_update` to choose when the average
+    is updated. By default this happens after every optimizer step, and the average is the mean of the weights after all
+    these steps. Before the first update the trained weights are used.
 
-    A checkpoint holds both: one set as its plain weights, which any program loads, and the other set beside them. A
-    resumed run continues with the trained weights and the average, bit for bit, on any number of ranks and under any
-    strategy. To choose a set, use `load_from_checkpoint(path, which_weights="live")` or `instep merge-weights --weights
-    live`.
+    A checkpoint holds both sets of weights: one as its plain weights, which any program loads, and the other beside
+    them. A resumed run continues with the trained weights and the average, bit for bit, on any number of ranks and
+    under any strategy. To load the trained weights from a checkpoint, use
+    `load_from_checkpoint(path, which_weights="live")` or `instep merge-weights --weights live`.
 
-    Weights of 16 bits are averaged in float32, in which small updates are not lost.
+    Weights of 16 bits are averaged in float32, so that small updates are not lost by rounding.
 
     Args:
-        device: where the average is kept; "cpu" leaves the GPU's memory alone. None: where the weights are.
-        use_buffers: average floating-point buffers too, such as BatchNorm's statistics; False takes the module's.
-        use_for: what the average is used for, one name or several: "val", validation within fit; "save", the plain
-            weights of checkpoints; "end", what the module holds after fit, with which `trainer.test` and
-            `trainer.predict` go on.
-        kwargs: `avg_fn` or `multi_avg_fn`, as torch's `AveragedModel` takes them.
+        device: device of the average; "cpu" saves GPU memory. None: the device of the weights.
+        use_buffers: True: average floating-point buffers too, such as BatchNorm's statistics. False: copy the module's
+            buffers.
+        use_for: what the average is used for, one name or several: "val": validation within fit. "save": the plain
+            weights of checkpoints. "end": the weights of the module after fit, for `trainer.test` and
+            `trainer.predict`.
+        kwargs: `avg_fn` or `multi_avg_fn`, the arguments of torch's `AveragedModel`.
 
     Raises:
-        SettingError: an argument is wrong. When training starts: there is another averaging callback or a ModelPruning,
-            or the strategy trains replicas apart or keeps weights where they cannot be reached.
+        SettingError: an argument is wrong. (When training starts:) there is another averaging callback or a
+            ModelPruning, or the strategy allows different weights on the ranks (local SGD), or does not give access to
+            the weights.
 
     Example:
         >>> averaging = WeightAveraging(use_for="val")
@@ -67,7 +69,7 @@ class WeightAveraging(Callback):
         (https://arxiv.org/abs/1803.05407), as built in `torch.optim.swa_utils`.
     """
 
-    runs_last = True  # runs last, so that the average includes changes that the module's own hooks make
+    runs_last = True  # after the module's own hooks, so that the average includes the changes that they make
 
     def __init__(
         self,
@@ -94,14 +96,14 @@ class WeightAveraging(Callback):
         self.use_for = _uses(use_for)
         self._functions = given
         self._n_averaged = 0
-        # Averages by name; entries that are not averaged are copied at each update.
+        # The average of each entry of the state dict. Integers, and buffers without `use_buffers`, are copied instead.
         self._averages: dict[str, Tensor] | None = None
-        self._averaged: list[str] = []  # names of the entries that are averaged
-        self._copied: list[str] = []  # names of the entries that are copied
-        self._untrained: list[str] = []  # names of buffers and of integers
+        self._averaged: list[str] = []  # names of the entries of `_averages` that are averaged
+        self._copied: list[str] = []  # names of the entries of `_averages` that are copied
+        self._untrained: list[str] = []  # names of buffers and of integer tensors
         self._live: dict[str, Tensor] | None = None  # the trained weights, while the module holds the average
         self._in_validation = False
-        self._updates: int | None = None  # number of updates in a checkpoint's average, until the average is loaded
+        self._updates: int | None = None  # number of updates that a checkpoint says, until its average is loaded
         self._latest_update_step = 0
         self._latest_update_epoch = -1
         self._asked_step = 0
@@ -118,7 +120,7 @@ class WeightAveraging(Callback):
 
     @property
     def n_averaged(self) -> int:
-        """Updates of the average so far."""
+        """Number of updates of the average so far."""
         return self._n_averaged
 
     # ---- the run
@@ -166,7 +168,7 @@ class WeightAveraging(Callback):
     ) -> None:
         step = trainer.global_step
         if step <= self._asked_step:
-            return  # this batch is in the middle of an optimizer window
+            return  # gradients are being accumulated: this batch had no optimizer step
         self._asked_step = step
         if self.should_update(step_idx=step - 1):
             self._update(trainer.strategy)
@@ -194,7 +196,7 @@ class WeightAveraging(Callback):
             self._copy_average_to_current(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        # After an error, other ranks may have ended, so call nothing collective.
+        # Restore the trained weights without any collective, since other ranks may have ended.
         if self._in_validation and self._live is not None:
             self._in_validation = False
             _write(self._live, trainer.strategy.local_weights())
@@ -219,7 +221,7 @@ class WeightAveraging(Callback):
         checkpoint["plain_weights"] = "averaged" if "save" in self.use_for else "live"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how often, and when last, the average was updated; the checkpoint keeps the average separately."""
+        """Return the number of updates, and the step and epoch of the last update. The average is saved elsewhere."""
         return {
             "n_averaged": self.n_averaged,
             "latest_update_step": self._latest_update_step,
@@ -261,7 +263,7 @@ class WeightAveraging(Callback):
     def _update(self, strategy: Strategy) -> None:
         assert self._averages is not None
         held = strategy.local_weights()
-        # before the first update the weights themselves are the average
+        # At the first update, the average is a copy of the weights.
         for name in self._copied if self._n_averaged else self._averages:
             self._averages[name].copy_(held[name])
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -275,11 +277,11 @@ class WeightAveraging(Callback):
         self._n_averaged += 1
 
     def _average(self, averages: list[Tensor], values: list[Tensor], device: torch.device) -> None:
-        """Update the average by torch's formula; `AveragedModel` itself would make the host wait for a GPU."""
+        """Update averages by torch's functions; `AveragedModel` itself would make the host wait for the GPU."""
         if not self._functions:
             get_swa_multi_avg_fn()(averages, values, self._n_averaged)  # pyright: ignore[reportArgumentType]
             return
-        # A kernel on the device fills this tensor, so nothing is copied from the host.
+        # torch.full sets the value by a kernel on the device, without a copy from the host, which would have to wait.
         count = torch.full((), self._n_averaged, dtype=torch.long, device=device)
         if several := self._functions.get("multi_avg_fn"):
             several(averages, values, count)
@@ -289,14 +291,14 @@ class WeightAveraging(Callback):
 
     @torch.no_grad()
     def _take_buffers(self, strategy: Strategy) -> None:
-        """Copy the module's buffers into the average."""
+        """Copy the module's buffers and integer tensors into the average."""
         assert self._averages is not None
         held = strategy.local_weights()
         for name in self._untrained:
             self._averages[name].copy_(held[name])
 
     def _swap_models(self, trainer: Trainer) -> None:
-        """Write the average into the module, or the trained weights back. Collective."""
+        """Put the average into the module, or put the trained weights back. Collective: all ranks call it."""
         if not self.n_averaged:
             return
         strategy = trainer.strategy
@@ -305,14 +307,14 @@ class WeightAveraging(Callback):
             averages = self._averages or {}
             self._live = {name: held[name].detach().to(averages[name].device, copy=True) for name in averages}
             _write(averages, held)
-            strategy.average_replicas()  # only buffers differ between ranks here
+            strategy.average_replicas()  # averages buffers, which may differ between ranks
         else:
             _write(self._live, held)
             self._live = None
         strategy.sync_local_weights()
 
     def _copy_average_to_current(self, trainer: Trainer) -> None:
-        """Leave the average in the module; keep the trained weights for a checkpoint at the end of fit. Collective."""
+        """Put the average into the module for the rest of fit; keep the trained weights for checkpoints. Collective."""
         if self._live is None:
             self._swap_models(trainer)
 
@@ -321,13 +323,14 @@ class EMAWeightAveraging(WeightAveraging):
     """`WeightAveraging` with an exponential moving average: average = decay * average + (1 - decay) * weights.
 
     Args:
-        device: as for `WeightAveraging`, like `use_buffers` and `use_for`.
+        device: device of the average. None: the device of the weights.
         use_buffers: average floating-point buffers too.
-        decay: from 0 to 1: the higher, the longer the average remembers.
-        update_every_n_steps: optimizer steps between two updates; 0, with `update_starting_at_epoch`: none after steps.
-        update_starting_at_step: index of the first optimizer step after which it is updated, from 0. None: the first.
-        update_starting_at_epoch: index of the first epoch at whose end it is updated, from 0. None: after no epoch.
-        use_for: what the average is used for.
+        decay: weight of the old average, from 0 to 1.
+        update_every_n_steps: update after every n-th optimizer step; 0: never after steps, which requires
+            `update_starting_at_epoch`.
+        update_starting_at_step: index of the first optimizer step with an update, from 0. None: the first step.
+        update_starting_at_epoch: index of the first epoch that ends with an update, from 0. None: no such updates.
+        use_for: what the average is used for: "val", "save" or "end", as in `WeightAveraging`.
 
     Example:
         >>> averaging = EMAWeightAveraging(decay=0.99, update_every_n_steps=5, update_starting_at_step=10)
@@ -367,7 +370,7 @@ class EMAWeightAveraging(WeightAveraging):
         super().__init__(device, use_buffers, use_for=use_for, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to update the average now, by the arguments of the constructor."""
+        """Return whether to update the average after this step or epoch, by the `update_...` arguments."""
         if step_idx is not None:
             started = self.update_starting_at_step is None or step_idx >= self.update_starting_at_step
             every = self.update_every_n_steps
@@ -381,7 +384,7 @@ _START = or_none(at_least(0))
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, in float32 if its dtype has fewer bits."""
+    """Return a tensor detached from its graph, and converted to float32 if it is a float of fewer bits."""
     tensor = tensor.detach()
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < _FLOAT_BYTES else tensor
 
@@ -390,13 +393,13 @@ _FLOAT_BYTES = 4
 
 
 def _once(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor under its first name; tied tensors have several."""
+    """Return each tensor once, under its first name: tied weights have several names."""
     first: dict[int, str] = {}
     return {name: tensor for name, tensor in held.items() if first.setdefault(id(tensor), name) == name}
 
 
 def _by_all_names(values: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return values under all names of their tensors."""
+    """Return each value under all names of its tensor in `held`: tied weights have several names."""
     first: dict[int, str] = {}
     return {name: values[first.setdefault(id(tensor), name)] for name, tensor in held.items()}
 

@@ -1,4 +1,4 @@
-"""Progress bars: `bar` reads the run in a thread, `view` lays out the live view, `screen` shows it."""
+"""The live progress bar: `bar` reads the run's counters in a thread, `view` lays them out, `screen` shows them."""
 
 from instep.callbacks.progress.bar import LiveProgressBar as LiveProgressBar
 from instep.callbacks.progress.progress_bar import ProgressBar as ProgressBar

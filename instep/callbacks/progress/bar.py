@@ -1,4 +1,4 @@
-"""The live view of a run: a thread reads counters, so that a training step pays nothing for the view."""
+"""`LiveProgressBar`: the default progress bar, which a thread draws so that no training step waits for it."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ from instep.utils.checks import above_zero
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_JOIN_S = 2.0  # seconds; a thread that is stuck in a stopped terminal is left running
+_JOIN_S = 2.0  # seconds to wait for the thread at the end, since a stopped terminal may block it forever
 
 
 class LiveProgressBar(ProgressBar, default=True):
-    """Shows a run while it goes on: bars, speed, time left, metrics with their best value, memory, the loss curve.
+    """Show the running training: bars, speed, time left, metrics with their best value, memory, and the loss curve.
 
     There is no hook per step: a daemon thread reads `trainer.progress` and `trainer.progress_bar_metrics` 2.5 times a
-    second and draws with rich, on the terminal that stderr or else stdout is connected to, or as HTML in the notebook's
+    second. It draws them with rich on the terminal (that of stderr, or else of stdout), or as HTML in a notebook's
     cell. If there is neither a terminal nor a notebook, it writes plain lines to stderr: one every few seconds and one
-    per epoch. Only global rank 0 shows anything. Metrics that are on a device are left out: reading them would make the
-    training wait.
+    per epoch. Only global rank 0 shows anything. Metrics that are on a device are left out, since reading them would
+    make the training wait.
 
-    Tokens per second and MFU come from a `ThroughputMonitor`, if there is one. The view shows the best value of metrics
-    that a ModelCheckpoint or EarlyStopping monitors, and of those that begin with "val", "eval" or "dev".
+    Tokens per second and MFU are shown if there is a `ThroughputMonitor`. The best value is shown for metrics that a
+    ModelCheckpoint or EarlyStopping monitors, and for metrics whose names begin with "val", "eval" or "dev".
 
-    Lines that the run prints appear above the view. An error of the view never stops the training: it is shown once on
-    stderr and kept in `error`.
+    Lines that the run prints appear above the bars. An error in the bar's thread never stops the training: it is
+    printed once to stderr and kept in the attribute `error`.
 
     Args:
-        refreshes_per_s: redraws per second; each costs the training about a millisecond.
-        plain_every_s: seconds between plain lines.
+        refreshes_per_s: redraws per second; each redraw makes the training wait for about a millisecond.
+        plain_every_s: seconds between two plain lines.
         leave: True: the last line of every epoch stays on the terminal.
 
     Raises:
-        SettingError: a rate is not positive.
+        SettingError: `refreshes_per_s` or `plain_every_s` is not positive.
 
     Example:
         >>> class Short(LiveProgressBar):
@@ -70,7 +70,7 @@ class LiveProgressBar(ProgressBar, default=True):
         ...         return {name: value for name, value in shown.items() if not name.endswith("_step")}
     """
 
-    _console_options: Mapping[str, Any] = MappingProxyType({})  # options of rich's console
+    _console_options: Mapping[str, Any] = MappingProxyType({})  # arguments of rich's `Console`
     _screen: Lines | None = None
     _thread: threading.Thread | None = None
 
@@ -94,7 +94,7 @@ class LiveProgressBar(ProgressBar, default=True):
         self._started = (0.0, 0.0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no thread; it makes its own event when it starts one.
+        # Threads and events cannot be copied; a copied bar makes its own when it starts.
         own = ("_screen", "_thread", "_stopping")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
@@ -105,14 +105,14 @@ class LiveProgressBar(ProgressBar, default=True):
 
     @property
     def is_disabled(self) -> bool:
-        """Whether it shows nothing."""
+        """Whether the bar shows nothing in this process."""
         return not self.is_enabled
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
-        """Return the metrics to show; override to hide some. Runs in the bar's thread: must not touch a device."""
+        """Return the metrics to show; override to hide some. Called in the bar's thread: must not use a device."""
         return showable(trainer.progress_bar_metrics)
 
-    # ---- when it runs
+    # ---- hooks that start and stop the thread
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         super().setup(trainer, module, stage)
@@ -126,7 +126,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._close_epoch(trainer, module)
         self._train_start_s = time.monotonic()
-        self._train_first = trainer.progress.outer_batch  # not 0 if the run resumed in the middle of an epoch
+        self._train_first = trainer.progress.outer_batch  # above 0 if the run resumed within this epoch
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._guard(self._note_epoch, trainer)
@@ -174,7 +174,7 @@ class LiveProgressBar(ProgressBar, default=True):
         try:
             print(text, file=sys.__stderr__, flush=True)
         except (OSError, ValueError, AttributeError):
-            return  # there is no stderr to write to; the attribute `error` keeps the error
+            return  # stderr is missing or closed; the attribute `error` keeps the error
 
     def _start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._thread is None and self.is_enabled and trainer.is_global_zero:
@@ -189,7 +189,7 @@ class LiveProgressBar(ProgressBar, default=True):
         self._started = (self._loop_start_s, _part_done(trainer) or 0.0)
         self._screen = open_screen(self._console_options)
         self._thread = threading.Thread(
-            # The new thread runs in this thread's context, by which a notebook's kernel knows the cell of the output.
+            # Run in a copy of this thread's context variables: a notebook finds the cell of the output by them.
             target=contextvars.copy_context().run,
             args=(self._guard, self._watch, trainer, module, self._screen, self._stopping),
             name="instep-progress",
@@ -199,7 +199,7 @@ class LiveProgressBar(ProgressBar, default=True):
         atexit.register(self._stop)
 
     def _watch(self, trainer: Trainer, module: TrainModule, screen: Lines, stopping: threading.Event) -> None:
-        # Plain lines are rare, but the speed must be read more often than it is shown.
+        # In a log file, lines are rare, but the speed is still measured at least once a second.
         period_s = 1 / self.refreshes_per_s if screen.live else min(1.0, self.plain_every_s)
         shown_s = time.monotonic()
         try:
@@ -225,7 +225,7 @@ class LiveProgressBar(ProgressBar, default=True):
         screen.give_back_streams()
         atexit.unregister(self._stop)
 
-    # ---- what it shows
+    # ---- collecting what the bar shows
 
     def _read(self, trainer: Trainer, module: TrainModule) -> View | None:
         progress = trainer.progress
@@ -236,7 +236,7 @@ class LiveProgressBar(ProgressBar, default=True):
         loop = (stage, progress.epoch, progress.dataloader_idx)
         if loop != self._loop:
             if stage == "train" and (not self._loop or self._loop[0] != "train"):
-                # Training continues after validation, whose time must not count in the training's speed.
+                # Training continues after a validation: its time must not count in the training speed.
                 self._speed("train").pause()
             if stage != "train":
                 self._speeds.pop(stage, None)
@@ -271,14 +271,14 @@ class LiveProgressBar(ProgressBar, default=True):
         return Line(name, done, total, now_s - self._train_start_s, speed, note, end)
 
     def _time_left(self, trainer: Trainer, now_s: float) -> list[str]:
-        """Return the time until the run's end, with validations, if more than this epoch is left."""
+        """Return the time left until the end of the run, including validations, unless `max_epochs` is 1."""
         done, (start_s, at_start) = _part_done(trainer), self._started
         if done is None or not at_start < done < 1 or trainer.max_epochs == 1:
             return []
         return [f"ETA {clock((now_s - start_s) * (1 - done) / (done - at_start))}"]
 
     def _read_curve(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Curve | None:
-        """Add the training loss to the curve: the one in the bar, else the logged one."""
+        """Add the training loss to the curve: from the bar's metrics, or else from `trainer.logged_metrics`."""
         found = _find_loss(metrics) or _find_loss(showable(trainer.logged_metrics))
         if found is not None:
             name, value = found
@@ -293,7 +293,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def _speed(self, stage: str) -> Speed:
         return self._speeds.setdefault(stage, Speed())
 
-    # ---- the line of a finished epoch: written when the next epoch starts, since its metrics are then complete
+    # ---- the line for a finished epoch: written when the next epoch starts, since all its metrics are known then
 
     def _note_epoch(self, trainer: Trainer) -> None:
         if self._screen is not None and (self.leave or not self._screen.live):
@@ -315,7 +315,7 @@ class LiveProgressBar(ProgressBar, default=True):
 
 
 def _best_so_far(trainer: Trainer) -> Best:
-    """Return the best values that the run's ModelCheckpoint and EarlyStopping hold, also from before a resume."""
+    """Return the best values so far of the metrics that a ModelCheckpoint or EarlyStopping monitors."""
     modes, scores = {}, {}
     for callback in trainer.callbacks:
         name, mode = getattr(callback, "monitor", None), getattr(callback, "mode", None)
@@ -328,7 +328,7 @@ def _best_so_far(trainer: Trainer) -> Best:
 
 
 def _part_done(trainer: Trainer) -> float | None:
-    """Return the fraction of the whole training that is done, by steps or epochs; None if no end is known."""
+    """Return the fraction (0 to 1) of `max_steps` or `max_epochs` that is done; None if neither is set."""
     parts = []
     if trainer.max_steps is not None and trainer.max_steps > 0:
         parts.append(trainer.global_step / trainer.max_steps)
@@ -339,26 +339,26 @@ def _part_done(trainer: Trainer) -> float | None:
 
 
 def _find_loss(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return the name and value of the training loss in the metrics."""
+    """Return the name and value of the training loss in the metrics; None if there is none."""
     losses = ((name, value) for name, value in metrics.items() if "loss" in name.lower() and isinstance(value, float))
     return next((loss for loss in losses if not is_evaluated(loss[0])), None)
 
 
 def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
-    """Return samples per second from the loader's batches, and tokens per second and MFU from a ThroughputMonitor."""
+    """Format samples per second, and tokens per second and MFU if there is a ThroughputMonitor."""
     facts = []
     size = getattr(GradientState().active_dataloader, "batch_size", None)
     if speed and size:
         facts.append(f"{amount(speed * size * trainer.strategy.data_world_size)} samples/s")
     for callback in trainer.callbacks:
-        metrics = getattr(callback, "metrics", None)  # the metrics of a ThroughputMonitor: plain floats by name
+        metrics = getattr(callback, "metrics", None)  # only a ThroughputMonitor has this dict of floats
         items = (
             {name: value for name, value in metrics.items() if value and name.startswith("train")}
             if isinstance(metrics, dict)
             else {}
         )
         tokens = sorted((name for name in items if name.endswith("items_per_sec")), key=lambda name: "device" in name)
-        # Sum over all processes, if there are several.
+        # The first name is that of the sum over all processes, if there are several; else that of this device.
         facts += [f"{amount(items[name])} tokens/s" for name in tokens[:1]]
         facts += [f"MFU {value:.1%}" for name, value in items.items() if name.endswith("mfu")]
     return facts
@@ -366,10 +366,10 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _memory(second: int) -> list[str]:
-    """Return this process's resident memory, and torch's GPU memory; both are counters of the host, so nothing waits.
+    """Format this process's resident memory and torch's GPU memory, without waiting for the GPU.
 
     Args:
-        second: it is read anew when this has changed.
+        second: the current time in whole seconds; the result is cached until it changes.
     """
     facts = []
     if os.path.exists("/proc/self/statm"):

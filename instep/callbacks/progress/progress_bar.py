@@ -1,4 +1,4 @@
-"""The base class of progress bars: it counts batches and chooses metrics, but draws nothing."""
+"""`ProgressBar`: the base class of progress bars, which counts batches and chooses metrics, but draws nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ProgressBar(Callback):
     """The base class of progress bars; a Trainer has at most one.
 
-    A subclass draws in hooks of its own. `ProgressBar(...)` itself makes the default bar, a `LiveProgressBar` with
-    these arguments. To show other metrics only, derive from `LiveProgressBar`.
+    A subclass overrides hooks to draw the bar. Calling `ProgressBar(...)` makes the default bar, a `LiveProgressBar`
+    with these arguments. To change only which metrics are shown, derive from `LiveProgressBar`.
 
     Example:
         >>> import sys
@@ -32,8 +32,8 @@ class ProgressBar(Callback):
     goes_with: ClassVar[str] = "ModelSummary"
     """The model summary that a Trainer with this bar shows by default: a name of `instep.callbacks`."""
 
-    _default: ClassVar[type[ProgressBar] | None] = None  # class that `ProgressBar()` makes
-    # Set on the class, for a subclass that does not call `__init__`.
+    _default: ClassVar[type[ProgressBar] | None] = None  # the class of the bar that `ProgressBar()` makes
+    # These defaults are set on the class for a subclass that does not call `super().__init__()`.
     _trainer: Trainer | None = None
     _current_eval_dataloader_idx: int | None = None
     _enabled = True
@@ -44,7 +44,7 @@ class ProgressBar(Callback):
             ProgressBar._default = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ProgressBar:
-        # As pathlib.Path() makes a PosixPath; Python then calls the __init__ of that class with these arguments.
+        # ProgressBar() makes a LiveProgressBar, as pathlib.Path() makes a PosixPath. Python then calls its __init__.
         kind: Any = ProgressBar._default if cls is ProgressBar and ProgressBar._default is not None else cls
         return super().__new__(kind)
 
@@ -56,7 +56,7 @@ class ProgressBar(Callback):
         """The Trainer that the bar belongs to.
 
         Raises:
-            UsageError: it has not run yet.
+            UsageError: no run of the Trainer has begun.
         """
         if self._trainer is None:
             raise UsageError(f"{type(self).__name__}.trainer is known once a run of the Trainer has begun")
@@ -113,7 +113,7 @@ class ProgressBar(Callback):
         self._enabled = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print without breaking the bar; a run's `trainer.print` and `module.print` call it."""
+        """Print a line without breaking the bar; `trainer.print` and `module.print` call this method during a run."""
         print(*args, **kwargs)  # noqa: T201  it is a print
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -121,11 +121,11 @@ class ProgressBar(Callback):
         if not trainer.is_global_zero:
             self.disable()
 
-    # ---- counts; infinity if the data have no length
+    # ---- numbers of batches; infinity if a dataloader has no length
 
     @property
     def total_train_batches(self) -> int | float:
-        """Training batches of the epoch."""
+        """Number of training batches in an epoch."""
         trainer = self.trainer
         if trainer.max_epochs == -1 and trainer.max_steps is not None and trainer.max_steps > 0:
             return min(trainer.num_training_batches, trainer.max_steps - trainer.global_step)
@@ -133,7 +133,7 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Validation batches of all loaders; 0 in an epoch that does not validate."""
+        """Number of validation batches of all dataloaders together; 0 in an epoch without validation."""
         trainer = self.trainer
         every = trainer.check_val_every_n_epoch
         due = trainer.enable_validation and (every is None or (trainer.current_epoch + 1) % every == 0)
@@ -141,35 +141,35 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches of the current validation loader; in the sanity check the number that is checked."""
+        """Number of batches of the current validation dataloader; in the sanity check, only those to check."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """Batches of the current test loader."""
+        """Number of batches of the current test dataloader."""
         return self._of_loader(self.trainer.num_test_batches)
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Batches of the current predict loader."""
+        """Number of batches of the current predict dataloader."""
         return self._of_loader(self.trainer.num_predict_batches)
 
     def _of_loader(self, batches: list[int | float]) -> int | float:
         return batches[self._current_eval_dataloader_idx or 0]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Record the current loader, and return whether it differs from that of the last call."""
+        """Record the current dataloader, and return whether it differs from the dataloader of the last call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Forget the current loader, at the end of an evaluation."""
+        """Forget the dataloader that `has_dataloader_changed` has recorded. Called between evaluations."""
         self._current_eval_dataloader_idx = None
 
 
 def _version(trainer: Trainer) -> dict[str, int | str]:
-    """Return the loggers' versions as `v_num`; of a text, its last four letters."""
+    """Return the versions of the loggers as `v_num`; if a version is a string, its last four characters."""
     versions = dict.fromkeys(logger.version for logger in trainer.loggers)
     if len(versions) == 1:
         version = next(iter(versions))

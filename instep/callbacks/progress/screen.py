@@ -1,4 +1,4 @@
-"""Where the live view is shown: on a terminal, in a notebook's cell, or as plain lines in a log file."""
+"""The screens on which the progress bar is shown: a terminal, a notebook's cell, or plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from instep.callbacks.progress.view import View
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-_COLUMNS = 100  # width of a notebook's cell
+_COLUMNS = 100  # width of the bar in a notebook's cell, in characters
 _PRE = (
     '<pre style="white-space: pre; overflow-x: auto; font-size: 13px; line-height: 1.3; margin: 0; '
     "font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace\">{code}</pre>"
@@ -24,37 +24,37 @@ _PRE = (
 
 
 class Lines:
-    """Plain lines on stderr. Other screens use these lines for what they cannot draw."""
+    """Screen that writes plain lines to stderr; also the base class of the other screens."""
 
     live = False
     """Whether what is shown moves."""
 
     def __init__(self) -> None:
         self._err = sys.stderr
-        # Held while drawing, so that a process forked at that time does not inherit rich's locks in a locked state.
+        # Held while drawing: a fork waits for it, so that the child does not inherit locks of rich in a locked state.
         self.lock = threading.Lock()
 
     def show(self, view: View) -> None:
-        """Draw new content in place of the old."""
+        """Show a view in place of the one before; here, write it as a new line."""
         self.print(view.plain())
 
     def print(self, text: str) -> None:
-        """Write a line that stays."""
+        """Write a line of text that stays on the screen."""
         print(text, file=self._err, flush=True)
 
     def close(self) -> None:
-        """Stop drawing; the last content stays on the screen."""
+        """Stop drawing; the last view stays on the screen."""
 
     def give_back_streams(self) -> None:
-        """Undo the redirection of stdout and stderr if the thread cannot: it is stuck, or this is a fork."""
+        """Undo rich's redirection of stdout and stderr; for a stuck bar thread, or a forked process without one."""
 
 
 class Terminal(Lines):
-    """A live display by rich on a terminal. Lines that the run prints appear above it.
+    """Screen that draws with rich's live display on a terminal. Lines that the run prints appear above it.
 
     Args:
-        stream: the terminal.
-        options: of rich's console.
+        stream: stream that is connected to the terminal.
+        options: arguments of rich's `Console`.
     """
 
     live = True
@@ -69,7 +69,7 @@ class Terminal(Lines):
         self._live = Live(
             console=self._console,
             auto_refresh=False,
-            # Redirect only streams that go to a terminal; a stream that goes to a file or pipe stays as it is.
+            # Redirect stdout and stderr only if they go to a terminal, not if they go to a file or a pipe.
             redirect_stdout=is_terminal(self._out),
             redirect_stderr=is_terminal(self._err),
         )
@@ -109,13 +109,13 @@ class Terminal(Lines):
 
 
 class Notebook(Lines):
-    """HTML in the output of a notebook's cell, which each new drawing replaces.
+    """Screen that shows HTML in the output of a notebook's cell; each new view replaces the one before.
 
-    It also works in a rank that `notebook_launcher` has forked, since the kernel accepts messages of its forks, as it
-    accepts their printed lines.
+    It also works in a rank that `notebook_launcher` has forked, since the notebook's kernel accepts messages from its
+    forked processes.
 
     Args:
-        shell: IPython's, of a kernel.
+        shell: the IPython shell of the notebook's kernel.
     """
 
     live = True
@@ -125,8 +125,8 @@ class Notebook(Lines):
 
         super().__init__()
         if getattr(shell.display_pub, "session", None) is not None:
-            # The kernel's session refuses to send from a fork before a stream of the fork has been flushed; a flush
-            # tells ipykernel that sending is safe.
+            # In a forked process, ipykernel's session sends nothing until it knows this process's id, which it
+            # otherwise learns only when a stream is flushed.
             shell.display_pub.session.pid = os.getpid()
         self._shown = {"text/plain": "", "text/html": ""}
         self._handle: Any = display(self._shown, raw=True, display_id=True)
@@ -139,7 +139,7 @@ class Notebook(Lines):
 
 
 def html(view: View, columns: int = _COLUMNS) -> str:
-    """Draw a view as HTML, in the colors of the page that it is in."""
+    """Draw a view as HTML, on the background of the page around it."""
     from rich.console import Console  # slow to import, so imported only when something is drawn
 
     console = Console(file=io.StringIO(), record=True, width=columns, color_system="truecolor", force_jupyter=False)
@@ -148,12 +148,12 @@ def html(view: View, columns: int = _COLUMNS) -> str:
 
 
 def open_screen(options: Mapping[str, Any] = _NO_OPTIONS) -> Lines:
-    """Open the screen: a notebook's cell if there is one, else the terminal of stderr, or else of stdout.
+    """Open the best screen there is: a notebook's cell, the terminal of stderr or else of stdout, or plain lines.
 
     Args:
-        options: of rich's console, where one is made; a `file` among them stands for stderr and stdout.
+        options: arguments of rich's `Console`; if there is a `file`, it is used in place of stderr and stdout.
     """
-    # Looked up and not imported: in a notebook IPython is loaded.
+    # Do not import IPython: in a notebook it is loaded already.
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if getattr(shell, "kernel", None) is not None:
         return Notebook(shell)
@@ -163,7 +163,7 @@ def open_screen(options: Mapping[str, Any] = _NO_OPTIONS) -> Lines:
 
 
 class _Forks:
-    """Fork handlers for the screen that is drawn, since a forked loader worker must not inherit a locked lock."""
+    """Handlers that run at a fork: they keep a forked dataloader worker from inheriting a locked lock of the screen."""
 
     def __init__(self) -> None:
         self.screen: Terminal | None = None

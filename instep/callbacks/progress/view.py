@@ -1,7 +1,7 @@
-"""What the live view shows, and how it is drawn: as a rich text of any width, or as one plain line.
+"""The layout of the progress bar: as a rich text of any width, or as one plain line for a log file.
 
-A frame is one `rich.text.Text`, laid out by this module. A table of rich would take eight times as long (1.4 ms), and
-while it is drawn, training waits for Python's interpreter lock.
+Each redraw makes one `rich.text.Text`, laid out by this module. A table of rich would take eight times as long (1.4
+ms), and training waits for Python's interpreter lock while it is drawn.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_WINDOW = 40  # readings of the speed: sixteen seconds at 2.5 a second
-_POINTS = 64  # most points of a curve
-_BAR = (8, 40)  # columns of the shortest bar and of the longest bar
+_WINDOW = 40  # number of readings for the speed: sixteen seconds at 2.5 readings per second
+_POINTS = 64  # largest number of points in a curve
+_BAR = (8, 40)  # smallest and largest width of a bar, in characters
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STAGES = {"sanity": "Sanity check", "validate": "Validation", "test": "Test", "predict": "Predict"}
 
@@ -33,24 +33,24 @@ _HIGHER = re.compile(r"acc|f1|auc|auroc|iou|dice|bleu|rouge|precision|recall|sco
 _EVALUATED = re.compile(r"(val|eval|dev)", re.IGNORECASE)
 
 
-# ---- readings over time
+# ---- values over time
 
 
 class Speed:
-    """Batches per second over the last seconds."""
+    """Measure the speed in batches per second over the last sixteen seconds."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self.value: float | None = None
 
     def pause(self) -> None:
-        """Start a new measurement; the last value is kept until there is a new one."""
+        """Start a new measurement; `value` keeps the last speed until a new one is known."""
         self._readings.clear()
 
     def read(self, now_s: float, batch: int) -> float | None:
-        """Add a reading and return the speed; None while it is not known."""
+        """Add a reading of the batch counter, and return the speed; None while the speed is not known."""
         if self._readings and batch < self._readings[-1][1]:
-            self._readings.clear()  # a new epoch began
+            self._readings.clear()  # the counter began again at 0: a new epoch
         self._readings.append((now_s, batch))
         (first_s, first), (last_s, last) = self._readings[0], self._readings[-1]
         if last_s > first_s and last > first:
@@ -59,7 +59,7 @@ class Speed:
 
 
 class Curve:
-    """The values of a metric over the run, in at most 64 points, each the mean of equally many readings.
+    """The values of a metric over the run in at most 64 points; each point is the mean of the same number of readings.
 
     Example:
         >>> curve = Curve("loss")
@@ -77,7 +77,7 @@ class Curve:
         self._last: float | None = None
 
     def add(self, value: float) -> None:
-        """Add a reading, unless it is not finite or has not changed."""
+        """Add a value to the curve, unless it is not finite or equals the last one."""
         if value == self._last or not math.isfinite(value):
             return
         self._last = value
@@ -106,11 +106,11 @@ def _means(points: Sequence[float], count: int) -> list[float]:
 
 
 class Best:
-    """The best value of each metric for which higher or lower is better, over a run's validations.
+    """The best values of metrics over the validations of a run.
 
     Args:
-        modes: "min" or "max" of the metrics that a ModelCheckpoint or EarlyStopping monitors. Any other metric counts
-            where its name begins with "val", "eval" or "dev" and says which side is better: lower for a loss or an
+        modes: "min" or "max" for each metric that a ModelCheckpoint or EarlyStopping monitors. Another metric is
+            included if its name begins with "val", "eval" or "dev" and shows what is better: lower for a loss or an
             error, higher for an accuracy or a score.
     """
 
@@ -119,7 +119,7 @@ class Best:
         self.values: dict[str, float] = {}
 
     def mode(self, name: str) -> str | None:
-        """Return "min" or "max" for a metric; None if neither is better."""
+        """Return "min" or "max" for a metric; None if it is not known what is better."""
         if name not in self._modes and is_evaluated(name):
             if _LOWER.search(name):
                 return "min"
@@ -127,7 +127,7 @@ class Best:
         return self._modes.get(name)
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Update the values after a validation."""
+        """Update the best values with the metrics of a validation."""
         for name, value in metrics.items():
             mode = self.mode(name)
             if mode is None or not isinstance(value, (int, float)) or math.isnan(value):
@@ -136,12 +136,12 @@ class Best:
             self.values[name] = min(best, value) if mode == "min" else max(best, value)
 
 
-# ---- one frame
+# ---- what one redraw shows
 
 
 @dataclass
 class Line:
-    """One loop's progress: `done` of `total` (None: unknown), seconds since its start, batches per second."""
+    """The bar of one loop: `done` of `total` batches (None: unknown), seconds since its start, batches per second."""
 
     title: str
     done: int
@@ -154,7 +154,7 @@ class Line:
 
     @property
     def fraction(self) -> float | None:
-        """Part that is done, from 0 to 1; None if the total is unknown."""
+        """Fraction of the batches that is done, from 0 to 1; None if the total is unknown."""
         return min(1.0, self.done / self.total) if self.total else None
 
     @property
@@ -163,7 +163,7 @@ class Line:
 
     @property
     def left(self) -> str:
-        """Time left; empty if no end is known, or the end is reached."""
+        """The time left, as text; "" if no end is known or the end is reached."""
         last = min((n for n in (self.total, self.end) if n is not None), default=None)
         if last is None or self.done >= last:
             return ""
@@ -183,7 +183,7 @@ class Line:
 
 @dataclass
 class View:
-    """What is shown at one time: the loops that run, outermost first, the metrics, and facts such as samples/s."""
+    """What the progress bar shows at one time: a line for each running loop (outermost first), metrics, samples/s."""
 
     lines: list[Line]
     metrics: Mapping[str, float | int | str] = field(default_factory=dict)
@@ -230,7 +230,7 @@ class View:
         yield from _flow([[_Span(fact, "bright_black")] for fact in (*notes, *below, *self.facts) if fact], width)
 
     def _tails(self, room: int) -> tuple[list[str], list[str]]:
-        """Return the texts to the right of each bar, and the texts that have no room there and go below."""
+        """Return the text to the right of each bar, and a list of texts for which there is no space in that line."""
         columns = {
             "count": [line.count.rjust(max(len(line.count) for line in self.lines)) for line in self.lines],
             "elapsed": [clock(line.elapsed_s) for line in self.lines],
@@ -242,7 +242,7 @@ class View:
             if sum(max(map(len, column)) + 2 for column in columns.values()) - 2 <= room:
                 break
             texts = columns.pop(name)
-            below += texts[-1:] if name != "elapsed" else []  # the last text is the count of the loop that runs
+            below += texts[-1:] if name != "elapsed" else []  # the last text is that of the innermost loop
         padded = [[text.ljust(max(map(len, column))) for text in column] for column in columns.values() if any(column)]
         return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)], below
 
@@ -281,8 +281,8 @@ def _flow(items: Iterable[list[_Span]], width: int) -> Iterable[list[_Span]]:
             yield row
             row, used = [], 0
         if row:
-            # Add the separator to the next item's first span, or to the last span of the same style; rich's time
-            # depends on the number of spans.
+            # Merge the separator with a span of the same style, since rich's drawing time grows with the number of
+            # spans.
             first = f"   {item[0].text}"
             if row[-1].style == item[0].style:
                 first = row.pop().text + first
@@ -298,7 +298,7 @@ def _flow(items: Iterable[list[_Span]], width: int) -> Iterable[list[_Span]]:
 
 
 def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -> str:
-    """Name a loop, with epochs counted from 1."""
+    """Return the title of a loop's bar, such as "Epoch 3/10"; epochs count from 1."""
     if stage == "train":
         return f"Epoch {epoch + 1}/{max_epochs}" if max_epochs is not None and max_epochs > 0 else f"Epoch {epoch + 1}"
     name = _STAGES.get(stage, stage)
@@ -306,14 +306,14 @@ def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -
 
 
 def is_evaluated(name: str) -> bool:
-    """Return whether a metric comes from validation, by its name."""
+    """Return whether a metric's name begins with "val", "eval" or "dev"."""
     return _EVALUATED.match(name) is not None
 
 
 def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
-    """Choose the metrics that can be read without waiting for a device: numbers, texts, one-element CPU tensors."""
+    """Return the metrics that can be read without waiting for a device: numbers, strings, one-element CPU tensors."""
     shown: dict[str, float | int | str] = {}
-    # Copy first, since the training thread adds to the dict at the same time.
+    # Copy first, since the training thread may add to the dict at the same time.
     for given, value in dict(metrics).items():
         name = clean(str(given), "")
         if isinstance(value, (float, int, str)):
@@ -324,7 +324,7 @@ def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
 
 
 def metric_text(metrics: Mapping[str, float | int | str], best: Mapping[str, float]) -> str:
-    """Format the metrics in one line; a best value is followed by (best)."""
+    """Format the metrics in one line, with "(best)" after a value that is the best so far."""
     marks = {name: " (best)" for name, value in metrics.items() if best.get(name) == value}
     return "  ".join(f"{name}: {number(value)}{marks.get(name, '')}" for name, value in metrics.items())
 
@@ -335,7 +335,7 @@ def number(value: float | int | str) -> str:
 
 
 def amount(value: float) -> str:
-    """Format a rate for people.
+    """Format a number with a unit: k for thousands, M for millions.
 
     Example:
         >>> amount(7.25), amount(812.3), amount(81234.0), amount(2.5e7)
