@@ -1,4 +1,4 @@
-"""Loggers: one file each over `Logger`. A name loads when first used; a tracker's package when the logger starts."""
+"""The loggers of instep, each in a file of its own that is imported when first used."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def __getattr__(name: str) -> Any:
 
 
 def register_logger(name: str, logger: type[Logger]) -> None:
-    """Register a logger under a name by which `Trainer(logger=...)`, `Accelerator(log_with=...)` and YAML find it.
+    """Register a logger class under a name for `Trainer(logger=...)`, `Accelerator(log_with=...)` and YAML files.
 
-    An installed package does the same without a call, by an entry point of the group `instep.loggers`.
+    An installed package can register its logger without this call, by an entry point of the group `instep.loggers`.
 
     Args:
-        name: a new name. A name that is taken gets the new class, with a warning.
-        logger: the class.
+        name: name for the class. If the name is registered already, it gets the new class, with a warning.
+        logger: subclass of `Logger`.
 
     Raises:
-        SettingError: the class is no subclass of `Logger`.
+        SettingError: `logger` is not a subclass of `Logger`.
 
     Example:
         >>> from instep import Trainer
@@ -77,8 +77,8 @@ def register_logger(name: str, logger: type[Logger]) -> None:
 
 
 def logger_names() -> list[str]:
-    """List the names of loggers, including those of other packages."""
-    from importlib.metadata import entry_points  # imported late: 10 ms, paid where a logger is named
+    """Return the names of all registered loggers, including those of other packages."""
+    from importlib.metadata import entry_points  # imported late: takes 10 ms, and is needed only for names
 
     return [*NAMES, *(point.name for point in entry_points(group=GROUP) if point.name not in NAMES)]
 
@@ -91,7 +91,7 @@ def logger_class(name: str) -> type[Logger]:
     """
     known = name if name in _names else NAMES.get(name, NAMES.get(name.lower()))
     if known is None:
-        from importlib.metadata import entry_points  # imported late: 10 ms, paid where a logger is named
+        from importlib.metadata import entry_points  # imported late: takes 10 ms, and is needed only for names
 
         found = next(iter(entry_points(group=GROUP, name=name)), None)
         if found is None:
@@ -101,10 +101,10 @@ def logger_class(name: str) -> type[Logger]:
 
 
 def name_of(logger: type[Logger]) -> str:
-    """Return the name under which a class is registered, else the class's own name."""
+    """Return the name under which a logger class is registered, or the class's own name if it is not registered."""
     return next((name for name, known in NAMES.items() if known in (logger, logger.__name__)), logger.__name__)
 
 
 def that_take(kind: str) -> list[str]:
-    """List this package's loggers that have a hook for a kind of value, such as "image"; no tracker is loaded."""
+    """Return the loggers of instep that can log a kind of value, such as "image", without importing a tracker."""
     return [name for name in _names if takes(_load(name), kind)]

@@ -1,4 +1,4 @@
-"""Aim: runs in a repository of this machine, or on an Aim server."""
+"""`AimLogger`: log to Aim, into a repository on this machine or on an Aim server."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ _SUBSETS = {"subset": {"train": "train_", "val": "val_", "test": "test_"}}
 
 
 class AimLogger(Logger):
-    """Writes a run into an Aim repository; `aim up --repo <repo>` shows it.
+    """Write a run into an Aim repository; `aim up --repo <repo>` shows it.
 
-    Each value is written at once, under its name and step. A value that is logged again replaces the first one, so a
-    resumed run has every step once. The run's hash is in `state_dict`, so a resumed run continues the same Aim run.
+    Each value is written immediately, under its name and step. If a resumed run logs a value again, it replaces the
+    first one, so every step occurs once. `state_dict` holds the hash of the Aim run, so that a resumed run continues
+    the same Aim run.
 
     Args:
-        repo: the repository's folder, or `aim://host:port`. None: `save_dir`, else the one that Aim finds from the
-            working directory on, or makes there.
-        experiment: the experiment's name. None: "default".
-        system_tracking_interval: seconds between records of CPU, GPU and memory. None: no records.
-        log_system_params: whether packages, environment variables (without secrets), git state and command are stored.
-        capture_terminal_logs: whether what the program prints is stored.
-        run_name: the run's name.
-        run_hash: the hash of a run to continue.
-        context_prefixes: contexts by the beginning of a name. The name is shown without its beginning: by default
-            "train_loss" is "loss" in the context `subset: "train"`. The same holds for names with `val_` and `test_`.
-            {}: none.
-        context_postfixes: contexts by the end of a name.
-        **options: `save_dir`, `prefix` and the others of `Logger`.
+        repo: folder of the repository, or `aim://host:port`. None: `save_dir`, else the repository that Aim finds in
+            the working directory or above it, or a new one in the working directory.
+        experiment: name of the experiment. None: "default".
+        system_tracking_interval: seconds between two records of CPU, GPU and memory. None: no such records.
+        log_system_params: whether to store packages, environment variables (without secrets), git state and command.
+        capture_terminal_logs: whether to store what the program prints.
+        run_name: name of the run.
+        run_hash: hash of an Aim run to continue.
+        context_prefixes: Aim contexts for metrics by the beginning of their names, which is then left out. By default
+            "train_loss" becomes "loss" in the context `subset: "train"`, and likewise for `val_` and `test_`. {}: no
+            contexts.
+        context_postfixes: Aim contexts for metrics by the end of their names.
+        **options: arguments of `Logger`, such as `save_dir` and `prefix`.
 
     Example:
         >>> logger = AimLogger(repo="runs", experiment="digits")  # doctest: +SKIP
@@ -79,7 +80,7 @@ class AimLogger(Logger):
 
     def _start(self) -> None:
         self._aim = require("aim", extra="aim", purpose="AimLogger")
-        if self.delivery.sends_rest:  # otherwise Aim would record this process, which is not the run
+        if self.delivery.sends_rest:  # `instep runs sync` sends the records: do not let Aim watch its process
             self._extras = {**dict.fromkeys(self._extras, False), "system_tracking_interval": None}
         if self._extras["log_system_params"] and find_spec("pkg_resources") is None:
             self._extras["log_system_params"] = False
@@ -93,13 +94,13 @@ class AimLogger(Logger):
             self._tracker = self._aim.Run(**arguments)
         except errors.MissingRunError as error:
             raise InstepError(f"AimLogger: {error} Give the `repo` with that run, or leave out `run_hash`.") from error
-        except (errors.RunLockingError, TimeoutError):  # a process that was killed on another host still holds the lock
+        except (errors.RunLockingError, TimeoutError):  # a killed process on another host left the lock
             self._tracker = self._aim.Run(force_resume=True, **arguments)
         self.delivery.version = self._tracker.hash
         self._tracker.name = self._name or self._tracker.name
 
     def _delivered(self) -> dict[str, int]:
-        return {}  # all records may be sent again, since each value replaces the stored one
+        return {}  # all records may be sent again, since Aim replaces a value that it already has
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -123,7 +124,7 @@ class AimLogger(Logger):
         self._track(self._aim.Text(text), name, step)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        from PIL import Image as pillow  # imported late: it comes with Aim
+        from PIL import Image as pillow  # imported late: installed together with Aim
 
         made = [self._aim.Image(pillow.open(BytesIO(one.png())), one.caption or "") for one in images]
         self._track(made, name, step)
@@ -132,7 +133,7 @@ class AimLogger(Logger):
         self._track([self._aim.Audio(one.wav(), "wav", one.caption or "") for one in audios], name, step)
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        ends = (float(histogram.edges[0]), float(histogram.edges[-1]))  # all bins of Aim have the same width
+        ends = (float(histogram.edges[0]), float(histogram.edges[-1]))  # bins of equal width, as Aim requires
         self._track(self._aim.Distribution.from_histogram(histogram.counts, ends), name, step)
 
     def _log_artifact(self, artifact: Artifact) -> None:

@@ -1,4 +1,4 @@
-"""Files of a logger that only grow: rows of a table, lines of JSON, events."""
+"""Output files of loggers to which records are only appended: CSV rows, JSON lines, TensorBoard events."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class AppendedFile:
-    """File to which a logger's thread appends; each append is written whole, or not at all.
+    """File to which a logger's thread appends; each append is written completely or not at all.
 
-    Several loggers may append to one file, in turn. A symbolic link is refused, and a file with a second hard link is
-    copied first, since both may lead out of the run folder.
+    Several loggers may append to the same file; a file lock keeps them apart. A symbolic link is refused, and a file
+    with a second hard link is copied first, since it may be a file outside of the run folder.
 
     Args:
         path: path of the file, which is created if it is missing.
 
     Raises:
-        UsageError: the file is a link.
-        OSError: the file cannot be written, or is no regular file.
+        UsageError: the file is a symbolic link.
+        OSError: the file cannot be written, or is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,10 +48,10 @@ class AppendedFile:
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """Lock other loggers out in a `with` block; yield whether one has changed the file since the last block."""
+        """Lock the file for a `with` block; yield whether another logger has changed it since the last block."""
         self._take_turn(True)
         try:
-            while not self._is_at_path():  # another logger has replaced the file
+            while not self._is_at_path():  # another logger has put a new file at the path
                 self._take_turn(False)
                 self.close()
                 self._open()
@@ -64,11 +64,11 @@ class AppendedFile:
             self._take_turn(False)
 
     def append(self, data: bytes) -> None:
-        """Add data to the end.
+        """Append bytes to the file.
 
         Raises:
             UsageError: `stop` was called.
-            OSError: the disk does not take all of the data; the file is as before.
+            OSError: the disk cannot hold all the bytes; the file is left as before.
         """
         with self._going():
             end, left = os.fstat(self._fd).st_size, memoryview(data)
@@ -81,7 +81,7 @@ class AppendedFile:
 
     @contextmanager
     def replacing(self) -> Iterator[Path]:
-        """Write new content under another name in a `with` block; see `instep.utils.atomic.replacing`."""
+        """Replace the file: yield a temporary path to write to, which is renamed to the file after the `with` block."""
         with self._going():
             with replacing(self.path, sync=False) as part:
                 yield part
@@ -90,7 +90,7 @@ class AppendedFile:
             self._take_turn(True)
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """Refuse further appends of the thread, and wait for one in progress."""
+        """Make every further `append` raise an error, and wait for an append in progress."""
         self._stopped = True
         if self._lock.acquire(timeout=timeout_s):
             self._lock.release()
@@ -125,48 +125,48 @@ class AppendedFile:
             return False
 
     def _take_turn(self, begins: bool) -> None:
-        with suppress(ImportError, OSError):  # Windows, a file system without locks, or a closed file
+        with suppress(ImportError, OSError):  # there are no locks on Windows and some file systems
             import fcntl
 
             fcntl.flock(self._fd, fcntl.LOCK_EX if begins else fcntl.LOCK_UN)
 
 
 class OutputFile:
-    """A logger's output file for its delivery, so that no record is written twice. This base class has no file."""
+    """What `Delivery` must know of a logger's output file. This base class is for a logger without a file."""
 
     appended: AppendedFile | None = None
     later_rows: Sequence[RowKey] = ()
     """Rows that a resumed run keeps of what came after its checkpoint."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "appended": None}  # a copy has no open file
+        return {**self.__dict__, "appended": None}  # an open file cannot be copied
 
     @property
     def opened(self) -> AppendedFile:
-        """The file, while it is open."""
+        """The open file; an AssertionError if it is closed."""
         assert self.appended is not None
         return self.appended
 
     def is_due(self, first: Record, last: Record) -> bool:
-        """Return True if records that do not fill a batch are written now, without waiting for more."""
+        """Return True if the waiting records must be written now, although they do not fill a batch."""
         return True
 
     def holds(self, record: Record) -> bool:
-        """Return True if the file already has a record that an earlier process left waiting."""
+        """Return True if the file already contains a record that an earlier process has left in the backlog."""
         return False
 
     def row_count(self) -> int | None:
-        """Return the number of rows in the file, one for each record; None if rows are not counted."""
+        """Return the number of rows in the file, with one row per record; None if the rows are not counted."""
         return None
 
     def stop(self) -> None:
-        """Stop writing for good."""
+        """Prevent any further write to the file."""
         if self.appended is not None:
             self.appended.stop()
 
 
 def check_no_link(path: Path) -> None:
-    """Raise if a logger's file is a link.
+    """Raise an error if a file is a symbolic link.
 
     Raises:
         UsageError: the file is a link.

@@ -1,4 +1,4 @@
-"""Records of a logger that wait to be sent: the older records in a file, the newer ones in memory."""
+"""The queue of a logger's records that wait to be sent: the older ones in a file, the newer ones in memory."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import INDEX_BYTES, clean, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
-QUEUE_RECORDS = 2_000  # most records in memory; spilling more at once would delay a step by milliseconds
+QUEUE_RECORDS = 2_000  # most records in memory; moving more to the file at once would delay a step by ms
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20
-_LOST_BYTES = 16 * _QUEUE_BYTES  # most bytes in memory if the disk is full too
+_LOST_BYTES = 16 * _QUEUE_BYTES  # most bytes in memory while the disk is full
 _DISK_PAUSE_S = 5.0  # seconds between attempts on a full disk, since each attempt writes the whole queue
 _MOST_LINE_BYTES = 512 * 2**20
-_READ_BYTES = 2**20  # bytes that are read at one time; during a read, a thread that appends waits
+_READ_BYTES = 2**20  # bytes to read at a time; `append` waits during a read
 _HOOKS = ("_log_", "_after_save_checkpoint")
 _WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
-_MARK = b', "'  # separator before the user's mark, which is the last part of a line
-_ENCODER = json.JSONEncoder(default=str)  # made once, since `json.dumps` would make one for each line
+_MARK = b', "'  # text before the user's mark, which is the last item of a line
+_ENCODER = json.JSONEncoder(default=str)  # `json.dumps` would make a new encoder for each line
 
 
 class Record(NamedTuple):
-    """A waiting call of a logger's hook; `step` is the global step, None if there is none."""
+    """A call of a logger's hook that waits to be made; `step` is the global step, or None if the call has none."""
 
     hook: str
     args: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Record(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows that the record makes in a file of rows."""
+        """Number of rows that the record adds to an output file with rows: 0 or 1."""
         if self.hook == "_log_metrics":
             return 1
         if self.hook == "_log_hyperparams":
@@ -55,26 +55,26 @@ class Record(NamedTuple):
         return int(self.hook not in _WITHOUT_ROW)
 
     def names(self) -> list[str]:
-        """List the names in the record: those of its metrics, else its hook and the name of its value."""
+        """Return the names of the record's metrics; for other values, its hook and the name of its value."""
         if self.hook == "_log_metrics":
             return list(self.args[0].keys())
         return [f"{self.hook}:{self.args[0]}"] if self.step is not None and isinstance(self.args[0], str) else []
 
     def line(self, seal: Seal | None = None) -> bytes:
-        """Return the record as a line of JSON; a value that JSON lacks, such as a remote path, becomes text.
+        """Return the record as a line of JSON; a value that JSON cannot hold, such as a remote path, becomes a string.
 
         Args:
-            seal: marks the line as this user's own.
+            seal: adds a mark which proves that this user wrote the line. None: no mark.
         """
         data = _ENCODER.encode([self.hook, to_json(self.args), self.step, self.time_s, self.row]).encode()
         return b'%s, "%s"]\n' % (data[:-1], b"" if seal is None else seal.mark(data).encode())
 
     @staticmethod
     def of_line(line: bytes) -> Record:
-        """Read a record from a line that `line` made.
+        """Read a record from a line of JSON, as the method `line` writes it.
 
         Raises:
-            ValueError: the line is no record.
+            ValueError: the line does not hold a record.
         """
         try:
             return Record._of(json.loads(line))
@@ -95,13 +95,13 @@ class Record(NamedTuple):
 
 
 def is_own(line: bytes, seal: Seal | None) -> bool:
-    """Return True if this user's mark is on a line of the file."""
+    """Return True if a line of a backlog file has the mark which proves that this user wrote it."""
     data, _, mark = line.rstrip().rpartition(_MARK)
     return seal is not None and seal.is_own(data + b"]", mark.decode(errors="replace").removesuffix('"]'))
 
 
 class Row(NamedTuple):
-    """Metrics of one `log_metrics` call: numbers by name, the position on the x-axis, and seconds since 1970."""
+    """The metrics of one `log_metrics` call: numbers by name, the x-axis position, and seconds since 1970."""
 
     metrics: dict[str, float]
     step: int
@@ -109,32 +109,32 @@ class Row(NamedTuple):
 
 
 class RowKey(NamedTuple):
-    """Step and names of a row in a file; these identify the row."""
+    """Step and metric names of a row in an output file, by which the row is recognized."""
 
     step: float
     names: frozenset[str]
 
     @staticmethod
     def of_record(record: Record) -> RowKey:
-        """Return the key of the row that a record becomes."""
+        """Return the key of the row that a record adds to an output file."""
         own_step = record.args[0].get("step", record.step) if record.hook == "_log_metrics" else record.step
         names = (written_name(name) for name in record.names() if name != "step")
         return RowKey(float(own_step or 0), frozenset(names))
 
 
-_KEPT = "\n\t\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # harmless characters that join or separate words
+_KEPT = "\n\t\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # white space and joiners, which are kept in names
 
 
 def written_name(name: str) -> str:
-    """Escape characters in a metric's name that UTF-8 lacks, or that control a terminal."""
+    """Escape the characters of a metric's name that UTF-8 cannot encode or that control a terminal."""
     return name if name.isprintable() else clean(name, _KEPT)
 
 
 class Backlog:
-    """Waiting records in their order: the older ones in a file, the newer ones in memory. Thread-safe.
+    """Queue of records that wait to be sent: the older ones in a file, the newer ones in memory. Thread-safe.
 
-    When a record has arrived, the first character of its line is overwritten. So after a kill only the waiting lines of
-    the file are valid.
+    When a record has been sent, the first character of its line in the file is overwritten. So after a kill, the valid
+    lines of the file are the records that still wait.
 
     Args:
         path: path of the file, which is created when it is needed.
@@ -155,16 +155,16 @@ class Backlog:
         """Records that were moved into the file of those that the logger does not take."""
         self.place: int | None = None
         """Rows that the logger's file has before the first record that waits; None where it does not count them."""
-        self._next_row: int | None = None  # row of the first record in memory, if some records wait in the file
+        self._next_row: int | None = None  # index of the row that the next record in memory will become
         self.lost = 0
         """Records that neither the memory nor the disk could take."""
         self._memory: deque[Record] = deque()
         self._bytes = 0
-        self._gone = 0  # number of records that were lost after `peek` returned them
+        self._gone = 0  # number of records dropped for lack of memory since the last `peek`
         self._file: BinaryIO | None = None
         self._in_file = 0
-        self._offset = 0  # position in the file of the first waiting record
-        self._end = 0  # position in the file after the last record
+        self._offset = 0  # byte position in the file of the first waiting record
+        self._end = 0  # byte position in the file after the last record
         self._next_spill_s = 0.0
         self._is_closed = False
         self._lock = threading.Lock()
@@ -173,7 +173,7 @@ class Backlog:
         return self._in_file + len(self._memory)
 
     def append(self, record: Record) -> None:
-        """Add a record."""
+        """Add a record at the end of the queue."""
         with self._lock:
             self._memory.append(record)
             self._bytes += size_of(record.args)
@@ -184,7 +184,7 @@ class Backlog:
                 self.is_many.set()
 
     def peek(self, most: int) -> list[Record]:
-        """Return the first records; lines of the file that are not records are left out."""
+        """Return at most `most` records from the front of the queue, without removing them."""
         with self._lock:
             self._gone = 0
             found: list[Record] = []
@@ -193,48 +193,48 @@ class Backlog:
             return found or list(islice(self._memory, most))
 
     def few(self) -> tuple[Record, Record] | None:
-        """Return the first and the last record if fewer than a batch wait, all in memory; else None."""
+        """Return the first and the last record if all are in memory and there are fewer than a batch; else None."""
         with self._lock:
             few = not self._in_file and 0 < len(self._memory) < BATCH
             return (self._memory[0], self._memory[-1]) if few else None
 
     def drop(self, number: int, place: int | None = None) -> None:
-        """Remove the first records that the last `peek` returned, since they have arrived.
+        """Remove records from the front of the queue, after they have been sent.
 
         Args:
-            number: number of records to remove.
-            place: number of rows that the logger's file has now.
+            number: number of records to remove, of those that the last `peek` returned.
+            place: number of rows in the logger's output file now; None if it does not count them.
         """
         with self._lock:
             self.place = place
             gone, self._gone = min(number, self._gone), 0
             self.lost -= gone
-            if self._in_file:  # records may have moved to the file after `peek`
+            if self._in_file:  # the records may have been moved to the file since `peek`
                 self._skip(number - gone)
             else:
                 for _ in range(number - gone):
                     self._bytes -= size_of(self._memory.popleft().args)
 
     def spill(self, sync: bool = True) -> None:
-        """Write the records in memory into the file.
+        """Move the records from memory to the file.
 
         Args:
-            sync: whether to wait until the disk has the file.
+            sync: whether to wait (fsync) until the file is on the disk.
         """
         with self._lock:
             self._spill(sync)
 
     def take_over(self, keep: Callable[[Record], bool], place: int | None = None) -> int:
-        """Put the records of an earlier process's file in front, if `keep` returns True for them.
+        """Put the records that an earlier process left in the file at the front of the queue.
 
-        Called once, before the first `peek`. Records that were spilled before this call stay behind them.
+        Called once, before the first `peek`. Records of this process that are in the file already come after them.
 
         Args:
-            keep: function that returns True for a record that still waits.
-            place: number of rows that the logger's file has.
+            keep: function that returns True for a record that must still be sent.
+            place: number of rows in the logger's output file; None if it does not count them.
 
         Returns:
-            The number of records that were kept.
+            The number of records that were put in front.
         """
         with self._lock:
             self.place = self._next_row = place
@@ -247,7 +247,7 @@ class Backlog:
                 left = self._offset if is_ours else os.fstat(source.fileno()).st_size
                 while line := source.readline(min(left, _MOST_LINE_BYTES)):
                     left -= len(line)
-                    with suppress(ValueError):  # a process that was killed while writing leaves half a line
+                    with suppress(ValueError):  # half a line, if a process was killed while writing it
                         record, own = Record.of_line(line), is_own(line, self.seal)
                         if not keep(record):
                             continue
@@ -258,7 +258,7 @@ class Backlog:
                             self.refuse(record)
                 if is_ours:
                     shutil.copyfileobj(source, out)
-                    self._next_row = None  # the lines were written when the number of rows before them was unknown
+                    self._next_row = None  # the indices of the copied lines are unknown
             if self._file is not None:
                 self._file.close()
                 self._file = None
@@ -268,22 +268,22 @@ class Backlog:
 
     @cached_property
     def seal(self) -> Seal | None:
-        """Marks of this user on the lines."""
+        """The object that marks lines as written by this user; None if the lines get no marks."""
         return self.find_seal()
 
     def refuse(self, record: Record, seal: Seal | None = None) -> None:
-        """Add a record to the file of refused records."""
+        """Write a record to the file of refused records, which the tracker does not accept."""
         self.refused += 1
         with open(self.refused_path, "ab", opener=_private) as file:
             file.write(record._replace(row=None).line(seal))
 
     @property
     def refused_path(self) -> Path:
-        """Path of the file of refused records."""
+        """Path of the file `<logger>.refused.jsonl`, which holds the refused records."""
         return self.path.with_suffix(".refused.jsonl")
 
     def close(self) -> None:
-        """Close the file, and delete it if nothing waits. A later record is written into the file at once."""
+        """Close the file, and delete it if no record waits. From then on, `append` writes to a file immediately."""
         with self._lock, suppress(OSError):
             self._is_closed = True
             if self._file is not None:
@@ -291,8 +291,8 @@ class Backlog:
                     self.path.unlink(missing_ok=True)
                     if self.note is not None:
                         self.note.unlink(missing_ok=True)
-                        self.path.parent.rmdir()  # fails if another file is in the folder
-                _lock_file(self._file.fileno(), False)  # a forked process may hold the descriptor, and with it the lock
+                        self.path.parent.rmdir()  # raises, as intended, if the folder has other files
+                _lock_file(self._file.fileno(), False)  # else a forked process would keep the lock
                 self._file.close()
                 self._file = None
 
@@ -303,15 +303,15 @@ class Backlog:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._file = os.fdopen(descriptor, "r+b")
             _lock_file(descriptor, True)
-            self._offset = self._end = self._file.seek(0, os.SEEK_END)  # start after the lines of an earlier process
+            self._offset = self._end = self._file.seek(0, os.SEEK_END)  # keep an earlier process's lines
         return self._file
 
     def _is_ours(self, file: BinaryIO) -> bool:
-        """Return whether only this thread has written into the file; while a tracker hangs, another thread may."""
+        """Return whether nobody else has written to the file, such as the thread of an earlier, hanging logger."""
         return os.fstat(file.fileno()).st_size == self._end
 
     def _numbered(self, record: Record) -> Record:
-        """Return a record that goes into the file, with the index of its row."""
+        """Return the record with the index of the row that it will become in the logger's output file."""
         if self._next_row is None or not record.rows:
             return record if record.row is None else record._replace(row=None)
         self._next_row += 1
@@ -326,7 +326,7 @@ class Backlog:
             file = self._opened() if data else self._file
             if file is None:
                 return
-            # Written without `file`, whose buffer would keep what a full disk refuses, and write it a second time.
+            # Write to the descriptor: after an error on a full disk, `file` would keep the bytes and write them again.
             descriptor, done = file.fileno(), 0
             try:
                 while done < len(data):
@@ -347,7 +347,7 @@ class Backlog:
         self._bytes = 0
 
     def _make_room(self, error: OSError) -> None:
-        """Keep the records in memory that the disk does not accept, up to a limit."""
+        """Drop the oldest records in memory if the disk does not accept them and the memory limit is reached."""
         if self._bytes < _LOST_BYTES and len(self._memory) < 100 * QUEUE_RECORDS:
             return
         if not self.lost:
@@ -394,14 +394,14 @@ def _private(path: str, flags: int) -> int:
 
 
 def _lock_file(descriptor: int, locked: bool) -> None:
-    with suppress(ImportError, OSError):  # Windows, or a file system without locks
+    with suppress(ImportError, OSError):  # there are no locks on Windows and some file systems
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if locked else fcntl.LOCK_UN)
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Read the file beside a logger's backlog; {} if there is none that can be read."""
+    """Read the note, a JSON file beside a logger's backlog that describes the logger; {} if it cannot be read."""
     with suppress(OSError, ValueError):
         return parse_object(read_regular(path, INDEX_BYTES))
     return {}

@@ -1,4 +1,4 @@
-"""The base class of loggers: it queues what is logged, and a subclass writes it in the logger's own thread."""
+"""`Logger`, the base class of all loggers: it queues records, and a thread passes them to a subclass's hooks."""
 
 from __future__ import annotations
 
@@ -29,66 +29,67 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_TIMEOUT_S = 1e9  # 30 years in seconds, since locks of the system do not accept infinity
+_MOST_TIMEOUT_S = 1e9  # seconds (30 years): system calls do not accept infinity
 _OPTIONS = ("save_dir", "name", "version", "prefix", "x_axis", "log_model", "save_code", "per_rank", "flush_timeout_s")
 
 
 def take_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove and return the arguments of `Logger` from a subclass's arguments, whose rest its package gets."""
+    """Remove the arguments of `Logger` from a dict of arguments, and return them; the others are for the tracker."""
     return {name: arguments.pop(name) for name in _OPTIONS if name in arguments}
 
 
 def numbered(name: str, values: Sequence[T]) -> list[tuple[str, T]]:
-    """Give each of several values a name, `<name>/<i>`; a single value keeps the name."""
+    """Return pairs of a name and a value: `<name>/<i>` for each of several values, or `name` for a single one."""
     return [(name if len(values) == 1 else f"{name}/{i}", value) for i, value in enumerate(values)]
 
 
 class NoExperiment:
-    """Stand-in for the experiment of a logger that writes nothing: every method does nothing."""
+    """Object that `experiment` returns on ranks that do not log: every method of it does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
 
 
 class Logger:
-    """Base of loggers, which write a run's metrics, hyperparameters, pictures, files and so on.
+    """Base class of loggers, which write a run's metrics, hyperparameters, pictures, files and so on.
 
-    The public methods may be called at any time and on any rank; only the main process writes, unless `per_rank` is
-    set. They put records into a queue. The logger's own thread calls the hooks of the subclass, in order, so a slow
-    tracker delays no step. If a hook raises, the run continues: a warning is given, and the record is tried again after
-    a pause. Records that do not fit into memory, or have not arrived at the end, wait in
-    `<run>/loggers/<logger>.jsonl`, which `instep runs sync` sends. `save`, `finalize` and a checkpoint send what waits.
+    The public methods may be called at any time and on any rank, but only the main process writes, unless `per_rank` is
+    set. They put records into a queue. The logger's own thread calls the subclass's hooks for the records in order, so
+    that a slow tracker delays no step. If a hook raises an error, the run continues: the thread warns, and tries the
+    record again after a pause. Records that do not fit into memory, or that are not sent at the end of the run, are
+    kept in `<run>/loggers/<logger>.jsonl`, and `instep runs sync` sends them. `save`, `finalize` and a checkpoint send
+    the waiting records.
 
-    What comes before a run waits in memory and is written at its start, or by `save`, `finalize` and the program's end
-    where no run starts. With a `save_dir`, and no Trainer that has the logger, it opens at once; `experiment` opens it
-    too. A call after `finalize` opens the logger again.
+    Records that are logged before a run wait in memory until the run starts. If no run starts, `save`, `finalize` or
+    the end of the program writes them. If the logger has a `save_dir` and belongs to no Trainer, the first record opens
+    it; reading `experiment` opens it too. A call after `finalize` opens the logger again.
 
-    A subclass overrides hooks: `_start`, `_log_metrics`, `_log_hyperparams`, `_log_text`, `_log_image` and so on, as
-    below. They run while the logger is open, with plain values. Values for which a subclass has no hook are left out,
-    with one warning.
+    A subclass overrides hooks, which begin with an underscore: `_start`, `_log_metrics`, `_log_hyperparams`,
+    `_log_text`, `_log_image` and so on. They are called while the logger is open, with plain values. Values for which a
+    subclass has no hook are left out, with one warning.
 
-    A logger writes into `log_dir`: the run folder, or, with a `save_dir`, `<save_dir>/<name>/<version>`, where the
-    version is the next free `version_N` unless given. The folder of the first logger with a `save_dir` becomes the run
-    folder, with the checkpoints, and loggers of the same `save_dir` and `name` write there too. A logger that is opened
-    before a run uses the folder that the run is expected to have. If the run then uses another folder (it is resumed,
-    or has another `default_root_dir`), earlier files stay where they are, with a warning.
+    A logger writes into `log_dir`: the run folder, or, with a `save_dir`, `<save_dir>/<name>/<version>`. The default
+    version is the next free `version_N`. The folder of the first logger with a `save_dir` becomes the run folder, which
+    holds the checkpoints too; other loggers with the same `save_dir` and `name` use the same folder. A logger that is
+    opened before a run uses the folder that the run is expected to have. If the run then uses another folder (because
+    it is resumed, or has another `default_root_dir`), the logger warns, and earlier files stay where they are.
 
     Args:
-        save_dir: where run folders go; the first logger that has one decides. None: the run folder.
-        name: the run's name; with `save_dir` the folder's name.
-        version: an int N for the folder `version_N`, or the folder's name; used with `save_dir` only.
-        prefix: put before every name, joined by "-".
-        x_axis: what metrics are drawn over: "step" (optimizer steps), "epoch", "time" (seconds since the run began) or
-            the name of a metric, such as one of ThroughputMonitor's totals of samples or tokens.
-        log_model: checkpoints that go to the tracker: "all" each one as it is saved, "best" or True the best one at
-            the end, or the last one where nothing is monitored.
-        save_code: record the git commit, what is not committed, and the script's path.
-        per_rank: every rank writes, into a folder `rank-<n>` or a run of its own.
-        flush_timeout_s: seconds that the end of the run waits for a tracker at most.
+        save_dir: folder for the folders of runs; the first logger that has one decides. None: use the run folder.
+        name: name of the run; with `save_dir`, also a folder below `save_dir`.
+        version: an int N for the folder `version_N`, or the folder's name; used only with `save_dir`.
+        prefix: text to put before every name, joined by "-".
+        x_axis: the x-axis of the metrics: "step" (optimizer steps), "epoch", "time" (seconds since the run began) or
+            the name of a metric, such as ThroughputMonitor's total of samples or tokens.
+        log_model: which checkpoints to send to the tracker: "all": each one when it is saved; "best" or True: the best
+            one at the end of fit, or the last one if no metric is monitored.
+        save_code: whether to record the git commit, uncommitted changes, and the script's path.
+        per_rank: whether every rank writes, into a folder `rank-<n>` or a run of its own.
+        flush_timeout_s: most seconds that the end of the run waits for the tracker.
 
     Raises:
-        SettingError: `save_dir` is a URL, or another argument is not of its kind.
-        MissingPackageError: the tracker's package is not installed; the text has the `pip install`.
+        SettingError: `save_dir` is a URL, or another argument is wrong.
+        MissingPackageError: the tracker's package is not installed; the message has the `pip install` command.
 
     Example:
         A complete logger, which writes a file in the run folder:
@@ -116,24 +117,24 @@ class Logger:
         10 {'loss': 0.5}
     """
 
-    # Defaults on the class, so that a subclass that forgets `super().__init__()` still works.
+    # These defaults are set on the class, so that a subclass works even if it does not call `super().__init__()`.
     _save_dir: Path | None = None
     _name: str | None = None
     _given_version: int | str | None = None
     _prefix: str = ""
-    _sub_dir: str | None = None  # a folder below the run's folder
-    _file: OutputFile | None = None  # set by a logger that writes a file
-    _refused: frozenset[str] = frozenset()  # kinds without a hook that were logged; each was warned of once
-    _tracker: Any = None  # object of the tracker's package that `experiment` returns; exists while the logger is open
-    # further attributes of a subclass that exist only while the logger is open
+    _sub_dir: str | None = None  # subfolder of the run's folder to write into
+    _file: OutputFile | None = None  # the output file, in a logger that has one
+    _refused: frozenset[str] = frozenset()  # kinds of values that were left out, with a warning
+    _tracker: Any = None  # the tracker's object that `experiment` returns; None while the logger is closed
+    # names of the subclass's attributes that are None while the logger is closed
     _writers: AbstractSet[str] = frozenset()
-    _draws_graph: bool = False  # True if the Trainer should call `log_graph` at the start of fit
+    _draws_graph: bool = False  # whether the Trainer calls `log_graph` at the start of fit
     _x_axis: str = "step"
     log_model: bool | str = False
     _save_code: bool = False
     _per_rank: bool = False
     _flush_timeout_s: float = 30.0
-    _start_timeout_s: float = 60.0  # seconds; a tracker that takes longer to open continues while the run starts
+    _start_timeout_s: float = 60.0  # seconds that the start of a run waits for the tracker to open
 
     project_argument: str = "name"
     """The constructor's argument that takes the project of `accelerator.init_trackers(project)`."""
@@ -165,7 +166,7 @@ class Logger:
         flush_timeout_s: float = 30.0,
         **unknown: Any,
     ) -> None:
-        for given in unknown:  # raised here, since Python's own error would not name the class and the nearest argument
+        for given in unknown:  # unlike Python's own error, this one names the class and a similar argument
             known = inspect.signature(type(self)).parameters
             names = dict.fromkeys([*known, *inspect.signature(Logger).parameters])
             for kind in ("self", "options", "unknown", "kwargs"):
@@ -193,15 +194,15 @@ class Logger:
         self._flush_timeout_s = min(seconds, _MOST_TIMEOUT_S)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is closed; it opens its own writer.
+        # A copy of an open logger is closed: it cannot use the tracker's connection.
         return {**self.__dict__, **dict.fromkeys({"_tracker", *self._writers} & self.__dict__.keys())}
 
     @classmethod
     def check_installed(cls) -> None:
-        """Raise if the tracker's package is missing.
+        """Raise an error if the tracker's package is not installed.
 
         Raises:
-            MissingPackageError: the package is missing; the text has the `pip install`.
+            MissingPackageError: the package is missing; the message has the `pip install` command.
         """
         if cls._NEEDS is not None:
             package, extra = cls._NEEDS
@@ -209,8 +210,8 @@ class Logger:
 
     @cached_property
     def delivery(self) -> Delivery:
-        """Delivery of the records to the tracker: the folder of each run, the waiting records, and the thread."""
-        from instep.loggers.appended import OutputFile  # imported late: a Trainer without loggers does not need them
+        """The object that sends this logger's records: it has the folder of the run, the queue and the thread."""
+        from instep.loggers.appended import OutputFile  # imported late: only needed with a logger
         from instep.loggers.delivery import Delivery, Writer
 
         kind = type(self)
@@ -236,7 +237,7 @@ class Logger:
         )
         return Delivery(writer, self._given_version)
 
-    # ---- who and where
+    # ---- name, version and folders
 
     @property
     def name(self) -> str | None:
@@ -245,7 +246,7 @@ class Logger:
 
     @property
     def version(self) -> int | str | None:
-        """The run's version or id. Before a run, with a `save_dir`: the given or the next free one; else None."""
+        """The run's version or id. Before a run: the given or the next free version with a `save_dir`, else None."""
         version, base = self.delivery.version, self.runs_dir
         if version is None and base is not None and self.delivery.run_dir is None:
             return next_version(base)
@@ -253,13 +254,13 @@ class Logger:
 
     @property
     def save_dir(self) -> str | None:
-        """The explicit folder, else the run folder; None before a run."""
+        """The argument `save_dir`, or else the run folder; None before a run."""
         folder = self._save_dir if self._save_dir is not None else self.delivery.run_dir
         return None if folder is None else str(folder)
 
     @property
     def log_dir(self) -> str | None:
-        """The folder this logger writes into; before a run, the folder of `version`, or None without a `save_dir`."""
+        """The folder that this logger writes into. Before a run: that of `version` with a `save_dir`, else None."""
         folder = self.delivery.log_dir
         if folder is None and self.delivery.run_dir is None and self.runs_dir is not None and self.version is not None:
             folder = self.runs_dir / folder_name(self.version) / (self._sub_dir or "")
@@ -267,21 +268,21 @@ class Logger:
 
     @property
     def root_dir(self) -> str | None:
-        """The folder that has one folder per run; without a `save_dir` the run folder."""
+        """The folder that contains the folders of all runs; without a `save_dir` the run folder."""
         return self.save_dir if self.runs_dir is None else str(self.runs_dir)
 
     @property
     def runs_dir(self) -> Path | None:
-        """The folder with one folder per run, `<save_dir>/<name>`; None without `save_dir` or with `_OWN_FOLDERS`."""
+        """The parent folder of the run folders, `<save_dir>/<name>`; None without `save_dir` or with `_OWN_FOLDERS`."""
         if self._save_dir is None or self._OWN_FOLDERS:
             return None
         return self._save_dir / self._name if self._name else self._save_dir
 
     @property
     def experiment(self) -> Any:
-        """The tracker's own object, for functions that this class lacks; opened on first use, also before a run.
+        """The tracker's own object, for functions that this class does not offer. Reading it opens the logger.
 
-        On ranks that do not write, every method of it does nothing.
+        On ranks that do not log, it is an object whose methods all do nothing.
         """
         found = self.delivery.ask(self._experiment, after_all=False)
         return NoExperiment() if found is None else found
@@ -292,9 +293,9 @@ class Logger:
         """Record metrics.
 
         Args:
-            metrics: numbers by name. A 0-dim tensor is turned into a number, which waits for its device. Each entry of
-                a nested dict is a metric, and its name is both names joined by "/".
-            step: the global step, in optimizer steps. None: the step after the last one.
+            metrics: numbers by name. A 0-dim tensor is converted to a number, which waits for its device. Each entry of
+                a nested dict is a metric whose name is the outer and the inner name, joined by "/".
+            step: the global step, in optimizer steps. None: the last logged step plus one.
 
         Raises:
             LogError: a value is not a number.
@@ -324,16 +325,16 @@ class Logger:
         delivery.put("_log_metrics", (plain, x), at)
 
     def log(self, kind: str, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Record values of any kind by name; `log_image`, `log_table` and so on call it.
+        """Record values of any kind by name; `log_image`, `log_table` and so on call this method.
 
         Args:
             kind: "metrics", "text", "image", "audio", "video", "figure", "histogram" or "table".
-            values: the values by name, as the method of the kind (`log_image`, ...) takes them.
-            step: the global step. None: that of the run, else the last one.
-            **options: options of the kind, such as `sample_rate`.
+            values: the values by name, in the form that the method for this kind (`log_image`, ...) takes.
+            step: the global step. None: the run's current step, or the last logged step if no run is open.
+            **options: options for this kind of value, such as `sample_rate`.
 
         Raises:
-            LogError: a value is not of its kind.
+            LogError: a value is not of this kind.
         """
         if kind == "metrics":
             self.log_metrics(values, step)
@@ -361,12 +362,12 @@ class Logger:
         """Record texts, such as samples of a model's output.
 
         Args:
-            key: the text's name, or texts by name.
+            key: name of the text, or a dict of texts by name.
             text: the text.
-            step: the global step. None: that of the run, else the last one.
-            columns: column names of a table of texts, as in `log_table`.
-            data: rows of that table.
-            dataframe: a dataframe in place of `columns` and `data`.
+            step: the global step. None: the run's current step, or the last logged step if no run is open.
+            columns: column names, to record a table of texts as in `log_table`.
+            data: rows of the table.
+            dataframe: a dataframe, in place of `columns` and `data`.
         """
         if columns is not None or data is not None or dataframe is not None:
             self.log("table", {str(key): None}, step, columns=columns, data=data, dataframe=dataframe)
@@ -378,15 +379,16 @@ class Logger:
 
         Args:
             key: name of the pictures.
-            images: one or a list of: tensors of shape (channels, height, width), floats in 0 to 1 or integers in 0 to
-                255; arrays of that shape or (height, width, channels); PIL images; paths. Or a batch of 4 dimensions.
-            step: the global step. None: that of the run, else the last one.
-            **kwargs: `caption`, one text or a list of them.
+            images: one picture or a list of pictures. Each is a tensor of shape (channels, height, width) with floats
+                from 0 to 1 or integers from 0 to 255, an array of that shape or (height, width, channels), a PIL image,
+                or a path. A tensor or array of 4 dimensions is a batch of pictures.
+            step: the global step. None: the run's current step, or the last logged step if no run is open.
+            **kwargs: `caption`: one text, or a list with a text for each picture.
         """
         self.log("image", {key: images}, step, **kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record pictures by name, each in a form that `log_image` accepts."""
+        """Record pictures by name; each value has a form that `log_image` accepts."""
         self.log("image", values, step, **kwargs)
 
     def log_audio(self, key: str, audios: Any, step: int | None = None, **kwargs: Any) -> None:
@@ -394,9 +396,11 @@ class Logger:
 
         Args:
             key: name of the sounds.
-            audios: one or a list of: floats in -1 to 1 of shape (samples,), (samples, channels) or (channels, samples).
-            step: the global step. None: that of the run, else the last one.
-            **kwargs: `sample_rate`, 44,100 unless given, and `caption`; one value or a list of them.
+            audios: one sound or a list of sounds: tensors or arrays of floats from -1 to 1, of shape (samples,),
+                (samples, channels) or (channels, samples).
+            step: the global step. None: the run's current step, or the last logged step if no run is open.
+            **kwargs: `sample_rate` in Hz (44,100 by default) and `caption`; each is one value, or a list with a value
+                for each sound.
         """
         self.log("audio", {key: audios}, step, **kwargs)
 
@@ -405,18 +409,19 @@ class Logger:
 
         Args:
             key: name of the videos.
-            videos: one or a list of tensors or arrays of shape (frames, channels, height, width).
-            step: the global step. None: that of the run, else the last one.
-            **kwargs: `fps`, frames a second, 4 unless given, and `caption`; one value or a list of them.
+            videos: one video or a list of videos: tensors or arrays of shape (frames, channels, height, width).
+            step: the global step. None: the run's current step, or the last logged step if no run is open.
+            **kwargs: `fps`, the frames per second (4 by default), and `caption`; each is one value, or a list with a
+                value for each video.
         """
         self.log("video", {key: videos}, step, **kwargs)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
-        """Record a matplotlib figure as a picture, and close it unless told otherwise."""
+        """Record a matplotlib figure as a picture, and close the figure unless `close` is False."""
         self.log("figure", {key: figure}, step, close=close)
 
     def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
-        """Record how the finite values of a tensor or array are distributed; or a pair of counts and edges."""
+        """Record a histogram of the finite values of a tensor or array, or a pair of bin counts and bin edges."""
         self.log("histogram", {key: values}, step, bins=bins)
 
     def log_table(
@@ -427,15 +432,15 @@ class Logger:
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Record a table: column names and rows, or a pandas-like dataframe."""
+        """Record a table, given as column names and rows or as a pandas-like dataframe."""
         self.log("table", {key: None}, step, columns=columns, data=data, dataframe=dataframe)
 
     def log_artifact(self, path: PathLike, name: str | None = None, type: str = "file") -> None:
-        """Keep a file or folder with the run. The thread reads it later, so it must still exist then.
+        """Store a file or folder with the run. The logger's thread reads it later, so it must still exist then.
 
         Args:
             path: path of the file or folder.
-            name: name in the tracker. None: the last part of the path.
+            name: name of the artifact in the tracker. None: the last part of the path.
             type: kind of the artifact, such as "model" or "dataset".
         """
         if self.delivery.is_main and _has_place(self, "artifact"):
@@ -461,14 +466,14 @@ class Logger:
         """Record hyperparameters.
 
         Args:
-            params: a mapping, Namespace, dataclass or OmegaConf container, nested as you like; values that the logger
+            params: a mapping, Namespace, dataclass or OmegaConf container, with any nesting; values that the logger
                 cannot store are written as text.
-            metrics: numbers to store beside the hyperparameters, if the logger has a place for them; one number alone
-                is named "hp_metric".
-            step: the global step of `metrics`. None: the last step.
+            metrics: numbers by name to store beside the hyperparameters, if the logger supports this; a single number
+                gets the name "hp_metric".
+            step: the global step of `metrics`. None: the last logged step.
 
         Raises:
-            UsageError: `params` has no names.
+            UsageError: `params` is not a collection of named values.
         """
         plain = {} if params is None else plain_values(params)
         if not isinstance(plain, dict):
@@ -483,43 +488,43 @@ class Logger:
         if metrics is not None:
             named = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
             numbers = {name: _number_of(self, name, value) for name, value in named.items()}
-        from instep.loggers.hparams import plain as as_json  # imported late: not every run has hyperparameters
+        from instep.loggers.hparams import plain as as_json  # imported late: only needed for hyperparameters
 
         if step is not None:
             delivery.last_step = max(delivery.last_step, step)
         delivery.put("_log_hyperparams", (as_json(plain), numbers), max(delivery.last_step, 0))
 
     def log_graph(self, module: Module, example_input: Any = None) -> None:
-        """Record the model's graph, if the logger has a hook for it; wait until it is written."""
+        """Record the model's graph, if the logger has a hook for it, and wait until the graph is written."""
         if self.delivery.is_main and _has_place(self, "graph"):
             self.delivery.ask(partial(self._log_graph, module, example_input))
 
     def watch(self, module: Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Let the tracker's own package watch a module while it trains, if it can.
+        """Let the tracker's own package record gradients or parameters of a module while it trains, if it can.
 
         Args:
             module: the model.
-            log: "gradients", "parameters", "all" or None.
-            log_freq: backward passes between two records.
+            log: what to record: "gradients", "parameters", "all" or None.
+            log_freq: number of backward passes between two records.
             log_graph: whether to record the model's graph too.
         """
         if self.delivery.is_main and _has_place(self, "watch"):
             self.delivery.ask(partial(self._log_watch, module, log, log_freq, log_graph))
 
     def after_save_checkpoint(self, path: Location) -> None:
-        """Record a checkpoint that was committed at this path; with `log_model="all"` send it."""
+        """Called when a checkpoint has been saved at this path; with `log_model="all"`, send it to the tracker."""
         delivery = self.delivery
         if delivery.is_main:
             if not delivery.is_open:
                 delivery.put("_after_save_checkpoint", (to_path(path),))
             elif type(self)._after_save_checkpoint is not Logger._after_save_checkpoint:
-                # Requested now, since the checkpoint may be deleted later.
+                # Wait for the hook, since the checkpoint may be deleted later.
                 delivery.ask(partial(self._after_save_checkpoint, to_path(path)))
             if self.log_model == "all":
                 self.log_checkpoint(path)
 
     def log_checkpoint(self, path: Location, aliases: Sequence[str] = ()) -> None:
-        """Keep a checkpoint with the run.
+        """Store a checkpoint with the run, as an artifact of the tracker.
 
         Args:
             path: path of the checkpoint's folder or file.
@@ -529,29 +534,29 @@ class Logger:
             self.delivery.put("_log_checkpoint", (to_path(path), list(aliases)))
 
     def save(self) -> None:
-        """Send everything recorded so far to the tracker, or else write it to the disk."""
+        """Send all waiting records to the tracker; write those that cannot be sent to the disk."""
         self.delivery.save()
 
     def finalize(self, status: str = "success") -> None:
-        """Close the logger; a second call does nothing. Called at the program's end if nothing else has closed it.
+        """Close the logger; a second call does nothing. At the end of the program, an open logger is closed.
 
         Args:
-            status: "success", "interrupted" or "failed".
+            status: how the run ended: "success", "interrupted" or "failed".
         """
         self.delivery.close(status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON values with which a resumed run appends instead of starting again.
+        """Return the JSON values that a resumed run needs to continue this run's logs.
 
-        Flushes first, so that the files always hold all that the checkpoint counts as logged.
+        The waiting records are sent or written to the disk first, so that no record of the checkpoint's steps is lost.
         """
         return self.delivery.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the run of this state at the next start; an open logger is closed first.
+        """Make the next start continue the logs of the run of this state; an open logger is closed first.
 
         Args:
-            state_dict: result of `state_dict`, with the step of the checkpoint as `global_step`. Values that were
+            state_dict: result of `state_dict`, with the step of the checkpoint added as `global_step`. Values that were
                 logged at that step but after the save, such as a test's result, are kept.
 
         Raises:
@@ -559,25 +564,25 @@ class Logger:
         """
         self.delivery.load_state_dict(state_dict)
 
-    # ---- the hooks, all optional
+    # ---- hooks that a subclass overrides; all are optional
 
     def _start(self) -> None:
-        """Open files or connections; `self.log_dir` is known, but its folder is not made yet."""
+        """Open files or connections. `self.log_dir` is known, but the folder may not exist yet."""
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Write plain numbers."""
+        """Write metrics: plain numbers by name."""
         from instep.loggers.backlog import Row  # imported late: it loads NumPy
 
         self._log_rows([Row(metrics, step, self.delivery.time_s)])
 
     def _log_rows(self, rows: list[Row]) -> None:
-        """Write several rows at once instead of calling `_log_metrics` for each: all or none of them."""
+        """Write several rows of metrics at once, all or none; `_log_metrics` is not called then."""
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         """Write a text."""
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        """Write pictures, figures among them."""
+        """Write pictures; figures are passed to this hook as pictures too."""
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         """Write sounds."""
@@ -598,55 +603,55 @@ class Logger:
         """Write the model's graph."""
 
     def _log_watch(self, module: Module, log: str | None, log_freq: int, log_graph: bool) -> None:
-        """Watch a module."""
+        """Let the tracker record gradients or parameters of a module while it trains; see `watch`."""
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        """Keep a file or folder."""
+        """Store a file or folder."""
 
     def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
-        """Keep a checkpoint: by default an artifact of the type "model"."""
+        """Store a checkpoint; by default as an artifact of the type "model"."""
         from instep.loggers.kinds import Artifact  # imported late: it loads NumPy
 
         self._log_artifact(Artifact(path, path.name, "model"))
 
     def _log_code(self, code: Code) -> None:
-        """Keep the state of the program: by default `git.json` and `git.patch` in the folder of logs."""
+        """Store the git commit and uncommitted changes; by default as `git.json` and `git.patch` in `log_dir`."""
         from instep.loggers.kinds import write_code  # imported late: it loads NumPy
 
         write_code(code, self.delivery.folder)
 
     def _after_save_checkpoint(self, path: Path) -> None:
-        """Record a committed checkpoint."""
+        """Record that a checkpoint has been saved."""
 
     def _save(self) -> None:
-        """Flush to the disk or the tracker."""
+        """Flush buffered values to the disk or the tracker."""
 
     def _finalize(self, status: str) -> None:
         """Close what `_start` opened."""
 
     def _delivered(self) -> Mapping[str, int] | None:
-        """Return the last step that the tracker has of each metric; None if the tracker cannot tell.
+        """Return the last step that the tracker has for each metric; None if this cannot be found out.
 
-        Called after `_start` of a resumed run, and after a failure of a logger that is not `_LOCAL`.
+        Called after `_start` in a resumed run, and after a failure if the logger's class has `_LOCAL = False`.
         """
         return None
 
     def _sent_name(self, name: str) -> str:
-        """Return the name that the tracker allows for a metric's name; the same name always gives the same result."""
+        """Convert a metric's name to a name that the tracker allows; must depend on the name only."""
         return name
 
     def _experiment(self) -> Any:
-        """Return what `experiment` returns: `_tracker`, or the logger itself if a subclass has none."""
+        """Return the object for the property `experiment`: `_tracker`, or the logger itself without one."""
         return self if self._tracker is None else self._tracker
 
 
 def takes(logger: type[Logger], kind: str) -> bool:
-    """Return True if a class of loggers has a hook for a kind of value, such as "image"."""
+    """Return True if a logger class overrides the hook for a kind of value, such as "image"."""
     return getattr(logger, _hook(kind)) is not getattr(Logger, _hook(kind))
 
 
 def _has_place(logger: Logger, kind: str) -> bool:
-    """Return True if a logger has a hook for a kind of value; else warn once, and name the loggers that have one."""
+    """Return True if the logger can log a kind of value; otherwise warn once, and name loggers that can."""
     if takes(type(logger), kind):
         return True
     if kind not in logger._refused:

@@ -1,4 +1,4 @@
-"""ClearML, online and offline."""
+"""`ClearMLLogger`: log to ClearML, online or offline."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _SERIES = ("train", "val", "eval", "test")
 
 
 class ClearMLLogger(Logger):
-    """Writes a ClearML task: to its server, or offline below `<run folder>/clearml` for `Task.import_offline_session`.
+    """Write a ClearML task: to its server, or offline below `<run folder>/clearml` for `Task.import_offline_session`.
 
-    "train_loss" is the series "train" of the plot "loss". The same holds for names with `val_`, `eval_` and `test_`. A
-    resumed run continues the same task; offline it adds a session in the same folder, and values that are in earlier
-    sessions are not written again. ClearML reports from a thread, not from a process that it would fork from training.
-    A task that the script made by `Task.init` is used as it is, and left open.
+    "train_loss" becomes the series "train" of the plot "loss", and likewise for `val_`, `eval_` and `test_`. A resumed
+    run continues the same task. Offline it adds a session in the same folder, and does not write values again that
+    earlier sessions have. ClearML reports from a thread, not from a process forked from the training process. If the
+    script has called `Task.init`, that task is used without changes, and left open.
 
     Args:
-        project_name: the project. None: CLEARML_PROJECT, else "instep".
-        task_name: the task's name. None: CLEARML_TASK, else "run".
-        offline: whether the task is written into a folder. None: as CLEARML_OFFLINE_MODE says.
-        auto_connect_frameworks: whether ClearML records what other loggers write too, and each `torch.save`.
-        **kwargs: `save_dir`, `version` (the id of a task to continue) and the others of `Logger`, and further arguments
-            of `Task.init`: task_type, tags, output_uri, ...
+        project_name: name of the project. None: the variable CLEARML_PROJECT, else "instep".
+        task_name: name of the task. None: the variable CLEARML_TASK, else "run".
+        offline: whether to write the task into a folder. None: as the variable CLEARML_OFFLINE_MODE says.
+        auto_connect_frameworks: whether ClearML also records what other loggers write, and each `torch.save`.
+        **kwargs: arguments of `Logger`, such as `save_dir` and `version` (the id of a task to continue), and further
+            arguments of `Task.init`: task_type, tags, output_uri, ...
 
     Example:
         >>> logger = ClearMLLogger(project_name="digits", offline=True)  # doctest: +SKIP
@@ -43,7 +43,7 @@ class ClearMLLogger(Logger):
     project_argument = "project_name"
     _NEEDS = ("clearml", "clearml")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # seconds; the run begins even if the server does not answer
+    _start_timeout_s = 15.0  # seconds to wait for the server; then the run begins without it
     _SYNC = ("project_name", "offline")
 
     def __init__(
@@ -67,24 +67,24 @@ class ClearMLLogger(Logger):
         self._ours = self._tracker is None
         if not self._ours:
             return
-        Task._report_subprocess_enabled = False  # the same as `sdk.development.report_use_subprocess: false`
+        Task._report_subprocess_enabled = False  # as by `sdk.development.report_use_subprocess: false`
         if self._offline is not None:
             Task.set_offline(self._offline)
         if Task._offline_mode:
             self.delivery.version = self.version or f"offline-{uuid4().hex}"
             folder = (self._save_dir or self.delivery.folder).absolute() / "clearml" / str(self.version)
             given = {_CACHE: os.environ[_CACHE]} if _CACHE in os.environ else {}
-            os.environ[_CACHE] = str(folder)  # ClearML has no argument for this folder
+            os.environ[_CACHE] = str(folder)  # ClearML has no other setting for this folder
             try:
                 self._tracker = Task.init(self._project_name, self._name, **self._given)
-                self._tracker.get_offline_mode_folder()  # ClearML keeps the folder from this call on
+                self._tracker.get_offline_mode_folder()  # from this call on, ClearML uses this folder
             finally:
                 del os.environ[_CACHE]
                 os.environ.update(given)
             return
         again = {} if self.version is None else {"continue_last_task": self.version}
         self._tracker = Task.init(self._project_name, self._name, **{**self._given, **again})
-        self._tracker.set_initial_iteration(0)  # step numbers are those of the run, not of this process
+        self._tracker.set_initial_iteration(0)  # otherwise ClearML adds an offset to steps
         self.delivery.version = self._tracker.id
 
     def _delivered(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class ClearMLLogger(Logger):
             return
         for file in self._tracker.get_offline_mode_folder().parent.glob("offline-*/metrics.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError):  # half a line is left if the machine went down
+                with suppress(ValueError):  # half a line, if the machine crashed
                     scalars = [event for event in json.loads(line) if event["type"] == "training_stats_scalar"]
                     yield from ((event["metric"], event["variant"], event["iter"]) for event in scalars)
 

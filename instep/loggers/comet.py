@@ -1,4 +1,4 @@
-"""Comet, online and offline."""
+"""`CometLogger`: log to Comet, online or offline."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class CometLogger(Logger):
-    """Writes a Comet experiment: to its service, or offline into `<run folder>/comet` for a later `comet upload`.
+    """Write a Comet experiment: to Comet's service, or offline into `<run folder>/comet` for a later `comet upload`.
 
-    The experiment's key is in `state_dict`, so a resumed run continues the same experiment. Offline, each process makes
-    one archive `<key>*.zip` at its end; for a killed process, the resumed run makes the archive. Values in earlier
-    archives are not written again.
+    `state_dict` holds the experiment's key, so that a resumed run continues the same experiment. Offline, each process
+    makes one archive `<key>*.zip` at its end. If the process was killed, the resumed run makes the archive. Values that
+    earlier archives have are not written again.
 
     Args:
-        api_key: the key. None: COMET_API_KEY or Comet's configuration.
-        workspace: the workspace. None: COMET_WORKSPACE, else the user's own.
-        project: the project. None: COMET_PROJECT_NAME, else "Uncategorized".
-        experiment_key: the key of an experiment to continue, 32 to 50 letters and digits.
-        mode: "get_or_create", "get" or "create".
-        online: False writes into a folder. None: COMET_START_ONLINE, else online.
-        prefix: put before every name, joined by "-".
-        **kwargs: `save_dir`, `name` and the others of `Logger`, and arguments of `comet_ml.ExperimentConfig`: tags, ...
+        api_key: Comet's API key. None: the variable COMET_API_KEY, or Comet's configuration.
+        workspace: name of the workspace. None: the variable COMET_WORKSPACE, else the user's own workspace.
+        project: name of the project. None: the variable COMET_PROJECT_NAME, else "Uncategorized".
+        experiment_key: key of an experiment to continue, 32 to 50 letters and digits.
+        mode: "get_or_create", "get" or "create", as in `comet_ml.start`.
+        online: False: write into a folder. None: as the variable COMET_START_ONLINE says, else online.
+        prefix: text to put before every name, joined by "-".
+        **kwargs: arguments of `Logger`, such as `save_dir` and `name`, and of `comet_ml.ExperimentConfig`: tags, ...
 
     Example:
         >>> logger = CometLogger(project="digits", online=False)  # doctest: +SKIP
@@ -47,7 +47,7 @@ class CometLogger(Logger):
     project_argument = "project"
     _NEEDS = ("comet_ml", "comet")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # seconds; the run begins even if the server does not answer
+    _start_timeout_s = 15.0  # seconds to wait for the server; then the run begins without it
     _SYNC = ("workspace", "project", "online", "offline_directory")
     _PATHS = {"offline_directory": ""}
 
@@ -70,7 +70,7 @@ class CometLogger(Logger):
         self._offline_directory = kwargs.get("offline_directory")
 
     def _start(self) -> None:
-        # Set before the import of Comet, which otherwise patches torch.
+        # Set before Comet is imported, since its import would otherwise patch torch.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         comet = require("comet_ml", extra="comet", purpose="CometLogger")
         offline = not comet.get_config().get_bool(self._online, "comet.start.online", default=True)
@@ -94,7 +94,7 @@ class CometLogger(Logger):
 
     @contextmanager
     def _unfinished(self, key: str, folder: Path) -> Iterator[None]:
-        """Let Comet write into a folder that the next process finds, and archive an earlier process's records."""
+        """Make Comet write into a folder that a resumed run finds; first archive the records of a killed process."""
         utils = require("comet_ml.offline_utils", extra="comet", purpose="CometLogger")
         self._archives.mkdir(parents=True, exist_ok=True)
         records = folder / f"{key}-unfinished"
@@ -103,7 +103,7 @@ class CometLogger(Logger):
         texts = {b"", *(messages.read_bytes() for messages in left)}
         for archive in self._archives.glob(f"{key}*.zip"):
             if _messages(archive) in texts:
-                archive.unlink()  # Comet makes an empty archive, fills it at the end, and then removes the records
+                archive.unlink()  # empty, or it has the same records: both are archived again below
         for messages in left:
             record, time_ms = str(messages.parent), int(messages.stat().st_mtime * 1000)
             about = (self._workspace, self._project, time_ms, time_ms, [], "get_or_create", False, None, True, True)
@@ -111,10 +111,10 @@ class CometLogger(Logger):
             name = f"{key}-{messages.parent.name}.zip"
             utils.create_experiment_archive(str(self._archives), name, record, getLogger("comet_ml"))
             rmtree(record)
-        # Comet looks only here for the folder to write to.
+        # Comet writes into Python's temporary folder, and has no setting for another one.
         elsewhere, tempfile.tempdir = tempfile.tempdir, str(records)
         drawn = random.getstate()
-        # the archive's name is random; with the same seed a resumed run would overwrite the first archive
+        # Comet draws the archive's name at random: with the run's seed, a resumed run would overwrite the archive.
         random.seed()
         try:
             yield
@@ -125,10 +125,10 @@ class CometLogger(Logger):
     def _delivered(self) -> dict[str, int] | None:
         last: dict[str, int] = {}
         if not hasattr(self._tracker, "offline_directory"):
-            return None  # Comet's service is not asked, since it shows values with a delay
+            return None  # online this is unknown: Comet's service shows values with a delay
         for archive in self._archives.glob(f"{self.version}*.zip"):
             for line in _messages(archive).splitlines():
-                with suppress(ValueError):  # half a line is left if the machine went down
+                with suppress(ValueError):  # half a line, if the machine crashed
                     metric = json.loads(line)["payload"].get("metric") or {}
                     if metric.get("step") is not None:
                         last[metric["metricName"]] = max(metric["step"], last.get(metric["metricName"], -1))
@@ -150,7 +150,7 @@ class CometLogger(Logger):
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         for audio in audios:
-            # written to a file, since Comet needs SciPy for arrays
+            # Write a file, since Comet would need SciPy for an array.
             path = Path(self._tracker.tmpdir) / f"{uuid4().hex}.wav"
             path.write_bytes(audio.wav())
             self._tracker.log_audio(str(path), file_name=f"{audio.caption or name}.wav", step=step)
@@ -181,7 +181,7 @@ class CometLogger(Logger):
 
 
 def _messages(archive: Path) -> bytes:
-    """Return the messages in an archive; b"" if the archive is not finished."""
+    """Return the content of `messages.json` in an archive; b"" if the archive is not complete."""
     if not is_zipfile(archive):
         return b""
     with ZipFile(archive) as record:

@@ -1,4 +1,4 @@
-"""Metrics as a table in `metrics.csv`, hyperparameters in `hparams.yaml`."""
+"""`CSVLogger`: write metrics as a table into `metrics.csv`, and hyperparameters into `hparams.yaml`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from instep.utils.checks import at_least
 
 
 class CSVLogger(RowFileLogger):
-    """Writes metrics into `metrics.csv` of the run folder: one row per call, one column per metric.
+    """Write metrics into `metrics.csv` of the run folder: one row per call of `log_metrics`, one column per metric.
 
-    The first column is `step`; a cell that a call did not log is empty. Numbers are written so that reading them gives
-    the same float64. A new metric gets its column at the next flush, by one rewrite of the file; until then its rows
-    wait in the logger's queue. A resumed run appends to the file. It first removes the rows of steps after its
-    checkpoint, since it will write them again.
+    The first column is `step`; the cell of a metric that a call did not log is empty. Numbers are written so that
+    reading them gives the same float64. When a new metric is flushed, the file is rewritten with one more column. A
+    resumed run appends to the file, after it has removed the rows of steps after its checkpoint, since it logs those
+    steps again.
 
     Args:
-        save_dir: where run folders go; the first logger that has one decides. None: the run folder.
-        name: with `save_dir`, the folder below it.
-        version: with `save_dir`, the folder below that; see `Logger`.
-        prefix: put before every metric's name, joined by "-".
-        flush_logs_every_n_steps: rows go to the disk when the step has advanced by this many, when 500 wait, and at a
-            checkpoint's and a run's end.
-        **options: `x_axis` and the others of `Logger`.
+        save_dir: folder for the folders of runs; the first logger that has one decides. None: use the run folder.
+        name: name of a folder below `save_dir`; used only with `save_dir`.
+        version: number or name of the run's folder below that; used only with `save_dir`. None: the next free number.
+        prefix: text to put before every metric's name, joined by "-".
+        flush_logs_every_n_steps: steps after which waiting rows are written to the file. They are also written when
+            there are 500 of them, at a checkpoint and at the end of the run.
+        **options: further arguments of `Logger`, such as `x_axis`.
 
     Raises:
         SettingError: `flush_logs_every_n_steps` is not a positive number.
@@ -64,7 +64,7 @@ class CSVLogger(RowFileLogger):
 
 
 class _Table(RowFile):
-    """The table, which may get new columns."""
+    """The CSV file of a logger, whose table may get new columns."""
 
     NAME, COUNTED = "metrics.csv", "rows"
 
@@ -99,10 +99,10 @@ class _Table(RowFile):
         return abs(last.args[1] - flushed) >= self._flush_steps
 
     def add(self, rows: list[Row]) -> None:
-        # A metric called "step" replaces the step, since users of other trainers log one to choose their own x-axis.
+        # A metric called "step" replaces the global step: this is how Lightning's users choose their own x-axis.
         named: list[dict[str, float]] = [{"step": row.step, **row.metrics} for row in rows]
         with self.opened.turn() as changed:
-            if changed:  # another logger of this folder has written rows
+            if changed:  # another logger has written to the same file
                 self._read_columns()
             self._append(named)
         self.rows += len(rows)
@@ -132,7 +132,7 @@ class _Table(RowFile):
 
 
 def _write_table(table: AppendedFile, header: list[str], rows: list[list[str]]) -> None:
-    """Replace the file with a table in one step; fill short rows with empty cells."""
+    """Replace the file by a table atomically; rows with fewer cells than the header get empty cells."""
     with table.replacing() as part, part.open("w", newline="", encoding="utf-8") as file:
         if header:
             writer = csv.writer(file, lineterminator="\n")

@@ -1,7 +1,7 @@
-"""Delivery of logged records: where a logger writes, which records wait, and which its tracker has.
+"""`Delivery`: brings a logger's records to its files or tracker, and keeps track of which ones have arrived.
 
-Each logger has one `Delivery`, for all its runs. What is logged before a run waits in memory; while the logger is open
-a thread (`sender`) sends it.
+Each logger has one `Delivery` for all its runs. Records that are logged before a run wait in memory; while the logger
+is open, a thread (`Sender`) sends them.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from instep.utils.atomic import replace
 from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
-# seconds that a checkpoint waits for a slow tracker; records that are not sent by then are on the disk
+# seconds that a checkpoint waits for a slow tracker; then the records that are not sent are written to the disk
 _CHECKPOINT_WAIT_S = 1.0
-_MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # errors that wrong settings raise
+_MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # errors that a user's mistake raises
 
 _OPEN: WeakValueDictionary[int, Delivery] = WeakValueDictionary()
 
 
 def _close_in_child() -> None:
-    """Close all loggers of a forked process: it has no thread, and the parent sends the waiting records."""
+    """Mark all loggers as closed in a forked process: it has no sender thread, and the parent sends the records."""
     for delivery in _OPEN.values():
         delivery.sender, delivery.is_main = None, False
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)  # registered once, since a fork handler cannot be removed
+    os.register_at_fork(after_in_child=_close_in_child)  # once: fork handlers cannot be removed
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A logger as its delivery sees it: its hooks, and the settings from its arguments.
+    """What a `Delivery` must know of its logger: the hooks and the settings.
 
     Args:
-        kind: the logger's class.
-        save_dir: the logger's argument.
-        base: folder with one folder per run; None: the logger writes into the run folder, wherever that is.
-        asked: name of a folder in `base` that the user asked for; None if the user named none.
+        kind: class of the logger.
+        save_dir: the logger's argument `save_dir`.
+        base: folder that contains a folder for each run; None: the logger writes into the Trainer's run folder.
+        asked: name of the folder in `base` that the user asked for; None if the user named none.
         sub_dir: folder below the run's folder.
-        is_local: whether a resumed run removes what was written after the checkpoint; if not, the tracker keeps it.
-        owns_folders: whether the tracker's package names the places of its runs.
+        is_local: True: a resumed run removes what was written after the checkpoint. False: the tracker keeps it.
+        owns_folders: whether the tracker's package chooses the folders of its runs.
         per_rank: whether every rank writes.
-        x_axis: what metrics are drawn over.
-        start_timeout_s: seconds that the start waits for the tracker.
-        flush_timeout_s: seconds that the end waits for the tracker.
-        file: the logger's file, if it has one.
-        takes_many: whether several rows of metrics are written at once, all or none.
-        hook: returns a hook by its name.
-        finalize: closes the logger, by the method that a subclass may have overridden.
-        code: records the state of the program when a run begins; None if `save_code` is False.
-        arguments: returns the plain arguments from which `instep runs sync` makes the logger again.
+        x_axis: the x-axis of metrics: "step", "epoch", "time" or the name of a metric.
+        start_timeout_s: seconds that the start of a run waits for the tracker to open.
+        flush_timeout_s: seconds that the end of a run waits for the tracker.
+        file: the logger's output file; an empty `OutputFile` if it has none.
+        takes_many: whether the logger writes several rows of metrics at once, all or none.
+        hook: function that returns a hook by its name.
+        finalize: the logger's method `finalize`, which a subclass may have overridden.
+        code: function that records the git state when a new run begins; None if `save_code` is False.
+        arguments: function that returns the plain arguments with which `instep runs sync` makes the logger again.
     """
 
     kind: type[Any]
@@ -92,11 +92,11 @@ class Writer:
 
 
 class Delivery:
-    """Delivery of a logger's records to its files or tracker, which also keeps what has arrived; used for all its runs.
+    """Bring a logger's records to its files or tracker, and keep track of which ones have arrived.
 
     Args:
-        writer: the logger.
-        version: the logger's argument; the tracker's id if the tracker names its runs.
+        writer: hooks and settings of the logger.
+        version: the logger's argument `version`: the run's version, or the id of a run of the tracker.
     """
 
     def __init__(self, writer: Writer, version: int | str | None) -> None:
@@ -126,45 +126,45 @@ class Delivery:
         self.step, self.time_s = 0, 0.0
         """Global step of the record that is being written, and when it was made, in seconds since 1970."""
         self._step_of_run: Callable[[], int] | None = None
-        self._claim: Callable[[], Path] | None = None  # function of the Trainer that makes the folder of its next run
-        self._decides = False  # whether the Trainer's run folder is in this logger's `save_dir`
-        # index among the run's loggers of this class; rank of a process that writes its own records
+        self._claim: Callable[[], Path] | None = None  # makes the folder of the Trainer's next run
+        self._decides = False  # whether this logger's `save_dir` contains the Trainer's run folder
+        # index of this logger among the run's loggers of its class; this process's rank if every rank writes
         self._number = self._rank = 0
         self._began_s = 0.0
-        self._x: float | None = None  # last position on an x-axis other than the steps
-        self._lacks_x = False  # True after the warning that no metric has the name of the x-axis
+        self._x: float | None = None  # last position on the x-axis, if the axis is not "step"
+        self._lacks_x = False  # whether the user was warned that no metric has the name of the x-axis
         self._waiting: list[Record] = []  # records that were logged before the start
-        self._early: Path | None = None  # folder that was opened before a run
+        self._early: Path | None = None  # folder of the logger, if it was opened before a run
         self.opened_folder: Path | None = None
         """The new run folder that was opened before a run, which then takes it."""
-        self._rest_dir: Path | None = None  # folder of a finished run
-        self._home = Path()  # folder to which relative paths refer
+        self._rest_dir: Path | None = None  # folder of a finished run whose records are sent now
+        self._home = Path()  # working directory, to which relative paths refer
         self.sender: Sender | None = None
         """The thread, while the logger is open."""
-        self._note = Path()  # path of the note beside the backlog
+        self._note = Path()  # path of the note: a JSON file beside the backlog
         self._backlog: Backlog | None = None
         self._marks = Marks(exact=writer.is_local)
-        self.in_doubt = 0  # number of first records that may have arrived in part, since sending them failed
+        self.in_doubt = 0  # number of records at the front that a failed call may have sent in part
         self._has_escaped = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "sender": None, "_backlog": None, "_step_of_run": None}  # a copy is closed
+        return {**self.__dict__, "sender": None, "_backlog": None, "_step_of_run": None}  # threads cannot be copied
 
-    # ---- where and when
+    # ---- opening and closing, and the folder
 
     @property
     def is_open(self) -> bool:
-        """Whether the thread is running."""
+        """Whether the logger is open, so that its sender thread runs."""
         return self.sender is not None
 
     @property
     def folder(self) -> Path:
-        """The folder that the logger writes into, for hooks."""
+        """The folder that an open logger writes into; for use in hooks."""
         assert self.log_dir is not None
         return self.log_dir
 
     def attach(self, claim: Callable[[], Path], decides: bool, number: int) -> None:
-        """Connect with a Trainer, whose next run calls `start`.
+        """Connect the logger with a Trainer, which will call `start` at its next run.
 
         Args:
             claim: function that creates the run folder, if it does not exist, and returns it.
@@ -180,19 +180,19 @@ class Delivery:
         begins: bool = False,
         step_of_run: Callable[[], int] | None = None,
     ) -> None:
-        """Open the logger for a run, and send what was logged before.
+        """Open the logger for a run, and send the records that were logged before.
 
-        Does nothing if the logger is open in that folder already.
+        This method does nothing if the logger is already open in the folder of the run.
 
         Args:
-            run_dir: the run folder, used unless the logger has a `save_dir`.
-            is_main: True on the main process; elsewhere nothing is written, unless the logger is `per_rank`.
-            begins: whether the run is new, so that it writes into no folder of an earlier run.
+            run_dir: the run folder; not used if the logger has a `save_dir`.
+            is_main: whether this is the main process; other processes write only if the logger is `per_rank`.
+            begins: whether the run is new, so that it must not write into the folder of an earlier run.
             step_of_run: function that returns the global step, for records that are logged without a step.
 
         Raises:
-            InstepError: the logger cannot be opened with these settings. A tracker that cannot be reached is no error:
-                it is tried again while the run goes on.
+            InstepError: the logger cannot be opened with these settings. If the tracker cannot be reached, no error is
+                raised: the thread tries again during the run.
         """
         run_dir, self._step_of_run = Path(run_dir), step_of_run
         early, self._early, self.opened_folder = self._early, None, None
@@ -204,7 +204,7 @@ class Delivery:
         if not is_main:
             self._rank = _environment_rank()
             folder /= f"rank-{self._rank}"
-        # A tracker's own run, which users may hold, would end if it was opened again.
+        # Do not open a tracker's run again: that would end the run, which the user may hold as `logger.experiment`.
         stays = early is not None and (self.writer.owns_folders or folder.absolute() == early.absolute())
         if self.is_open:
             if stays or self.run_dir == run_dir:
@@ -219,22 +219,22 @@ class Delivery:
     def take_up(
         self, version: int | str | None, number: int, rank: int, status: str, folder: Path, is_strangers: bool
     ) -> None:
-        """At the next start, send only the waiting records of a finished run.
+        """Prepare the next `start` to send only the waiting records of a finished run; for `instep runs sync`.
 
         Args:
-            version: version of the run.
+            version: version of the finished run.
             number: index of this logger among the run's loggers of its class.
             rank: rank of the process that wrote the records.
             status: how the run ended.
-            folder: folder that this process wrote into.
-            is_strangers: whether the note of the run was not written by this user.
+            folder: folder that the process wrote into.
+            is_strangers: whether another user may have written the note (`<logger>.json`) of the run.
         """
         self.version, self._number, self._rank, self.status = version, number, rank, status
         self._rest_dir, self.is_strangers = folder, is_strangers
         self.resumed = self.sends_rest = True
 
     def discard(self) -> None:
-        """Drop what was logged before a run, and its folder, since the ranks that are about to start log it again."""
+        """Delete the records logged before a run, and their folder, since the ranks to be launched log them again."""
         self._waiting.clear()
         if self._early is not None:
             self.close("success")
@@ -244,9 +244,9 @@ class Delivery:
             self.version = self._given_version
 
     def open(self) -> bool:
-        """Open the logger if it is closed, also outside a run; return True if this process writes."""
+        """Open the logger if it is closed, also without a run; return False if this process does not write."""
         if self.sender is None and self.is_main:
-            if self.run_dir is not None and self.log_dir is not None:  # the run is over, and its logger is used again
+            if self.run_dir is not None and self.log_dir is not None:  # the run has ended: open its folder again
                 self._open(self.run_dir, self.log_dir)
             elif self._is_main_here():
                 run_dir = self._choose_early()
@@ -270,7 +270,7 @@ class Delivery:
         )
 
     def _choose(self, run_dir: Path, begins: bool) -> tuple[Path, int | str | None]:
-        """Return the folder that the logger writes to in a run, and its version."""
+        """Return the folder that the logger writes into during a run, and the run's version."""
         base, asked = self.writer.base, self.writer.asked
         if self._rest_dir is not None:
             return self._rest_dir, self.version
@@ -288,22 +288,22 @@ class Delivery:
         return folder / (self.writer.sub_dir or ""), version
 
     def _is_main_here(self) -> bool:
-        """Return True if this process will be the main process of a run, by its launcher's environment."""
+        """Return True if this process is rank 0 by the launcher's environment variables."""
         self.is_main = _environment_rank() == 0
         return self.is_main
 
     def _close_at_exit(self) -> None:
         atexit.unregister(self._finalize)
-        # registered last, so that it runs before the exit handler of the tracker's package
+        # Exit handlers run in reverse order: this one must run before that of the tracker's package.
         atexit.register(self._finalize)
 
     def _finalize(self) -> None:
-        """Close the logger at the program's end if nothing has closed it."""
+        """Close the logger at the end of the program if it is still open or records still wait."""
         if self.is_open or self._waiting:
             try:
                 self.writer.finalize("success")
             finally:
-                self.close("success")  # a subclass that overrides `finalize` may not close
+                self.close("success")  # an overridden `finalize` may not call its base method
 
     def _open(self, run_dir: Path, folder: Path) -> None:
         self.run_dir, self.log_dir, self._home = run_dir, folder, Path.cwd()
@@ -330,19 +330,19 @@ class Delivery:
         if self.writer.code is not None and is_new:
             self.writer.code()
 
-    # ---- what is logged
+    # ---- taking records
 
     def put(self, hook: str, args: tuple[Any, ...], step: int | None = None) -> None:
-        """Send one call of a hook, now or at the next start.
+        """Queue a call of a hook, which the sender thread makes now or after the next start.
 
         Args:
             hook: name of the hook.
-            args: the call's arguments, as plain values.
-            step: the global step; None for a record without a step.
+            args: arguments of the call, as plain values.
+            step: the global step; None if the call has none.
         """
         record = Record(hook, args, step, time.time())
         if self.sender is None and (self.run_dir is not None or (self.writer.base is not None and self._claim is None)):
-            self.open()  # the run is over, or no Trainer gives the folder
+            self.open()  # after a run, or without a Trainer that starts the logger
         if self.sender is not None:
             self.sender.backlog.append(record)
             self._note_steps(record)
@@ -357,11 +357,12 @@ class Delivery:
             self.logged.update(dict.fromkeys(record.names(), record.step))
 
     def ask(self, function: Callable[[], Any], after_all: bool = True) -> Any:
-        """Run a function in the thread, which is opened for it, and return its result; None if that is not possible.
+        """Run a function in the sender thread and return its result; open the logger if needed. None if not possible.
 
         Args:
-            function: what to run.
-            after_all: whether to run it only once all earlier records were sent; its error is then a warning.
+            function: function without arguments.
+            after_all: whether to wait until all earlier records are sent. Then an error of the function becomes a
+                warning.
         """
         if not self.open() or self.sender is None:
             return None
@@ -372,20 +373,20 @@ class Delivery:
             return self.sender.ask(function, self.writer.flush_timeout_s, after_all=after_all)
         except TimeoutError as error:
             warn_user(str(error))
-        except Exception as error:  # an error of a tracker never ends a run
+        except Exception as error:  # a tracker's error must not end the run
             if isinstance(error, InstepError) or not after_all:
                 raise
             warn_user(f"{self._name} failed: {type(error).__name__}: {error}")
         return None
 
     def step_now(self) -> int:
-        """Return the step of a value that is logged without a step: the run's step, else the last one."""
+        """Return the step for a value that is logged without a step: the run's step, or the last logged step."""
         if self._step_of_run is not None and self.is_open:
             return self._step_of_run()
         return max(self.last_step, 0)
 
     def place(self, metrics: Mapping[str, float], step: int) -> int:
-        """Return the position on the x-axis; on an axis other than steps, that of the last record."""
+        """Return the x-axis position of these metrics; without the axis metric, that of the last record."""
         axis = self.writer.x_axis
         if axis == "step":
             return step
@@ -402,7 +403,7 @@ class Delivery:
         return int(step if self._x is None else self._x)
 
     def save(self, timeout_s: float | None = None) -> None:
-        """Send everything recorded so far to the tracker, or else write it to the disk."""
+        """Send all waiting records to the tracker; write those that cannot be sent to the disk."""
         if self._waiting:
             self.open()
         timeout_s = self.writer.flush_timeout_s if timeout_s is None else timeout_s
@@ -413,17 +414,17 @@ class Delivery:
                 warn_user(f"{self._name} could not flush: {type(error).__name__}: {error}")
 
     def close(self, status: str) -> None:
-        """Send what waits and close the logger; a second call does nothing."""
+        """Send the waiting records and close the logger; a second call does nothing."""
         if self._waiting:
             self.open()
-        sender, self.sender = self.sender, None  # cleared first, so that a failed close is not tried again
+        sender, self.sender = self.sender, None  # cleared first, so that even an error leaves it closed
         atexit.unregister(self._finalize)
         if sender is not None:
             self.status = status
             sender.close(partial(self.writer.hook("_finalize"), status), self.writer.flush_timeout_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the version, the last step, the last step of each name, and when a run with a time axis began."""
+        """Return the run's version, the last step, each name's last step, and the run's start for a time axis."""
         if self.is_open:
             self.save(_CHECKPOINT_WAIT_S)
         state: dict[str, Any] = {"version": self.version, "step": self.last_step, "logged": dict(self.logged)}
@@ -432,10 +433,10 @@ class Delivery:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the run of this state at the next start.
+        """Make the next `start` continue the run of this state.
 
         Raises:
-            CorruptCheckpointError: the state's version leads out of the folder of logs.
+            CorruptCheckpointError: the version in the state is a path that leads out of the folder of logs.
         """
         if self.is_open:
             self.close("success")
@@ -455,10 +456,10 @@ class Delivery:
         self._began_s = float(state.get("began_s", 0.0))
         self.resumed = True
 
-    # ---- in the thread
+    # ---- called in the sender thread
 
     def start_writer(self, backlog: Backlog) -> int:
-        """Open the tracker, take over the records of an earlier process, and return their number."""
+        """Open the tracker, and queue the records that an earlier process has left; return their number."""
         if self.resumed and self.version is None and not self.writer.is_local:
             self.version = version_in(read_note(self._note))
         try:
@@ -470,14 +471,18 @@ class Delivery:
         return backlog.take_over(self._keep, self.writer.file.row_count())
 
     def start_error(self, error: Exception) -> InstepError:
-        """Return the error that ends a start: the hook's error, and what to do."""
+        """Return the error to raise if the hook `_start` failed, with the hook's error and advice."""
         return InstepError(
             f"{self._name} failed in start: {type(error).__name__}: {str(error).rstrip('.')}. It writes into "
             f"{str(self.log_dir)!r}. Repair the cause, or leave this logger out of Trainer(logger=...)."
         )
 
     def begin(self, left_over: int) -> None:
-        """Ask what the tracker of a resumed run has; the first `left_over` records belong to an earlier process."""
+        """In a resumed run, find out which records the tracker already has.
+
+        Args:
+            left_over: number of records at the front of the queue that an earlier process has left.
+        """
         if self.resumed:
             writer, by_step = self.writer, self.writer.x_axis == "step"
             sent = {} if writer.is_local else sent_in(read_note(self._note))
@@ -497,7 +502,11 @@ class Delivery:
         return bool(why)
 
     def write(self, records: list[Record]) -> int:
-        """Write the first record, or all leading rows of metrics that the tracker lacks; return their number."""
+        """Call the hook for the first record, or for all metrics at the front of the queue together.
+
+        Returns:
+            The number of records that are done: written, or left out since the tracker has them.
+        """
         writer, marks = self.writer, self._marks
         rows = list(takewhile(lambda record: record.hook == "_log_metrics", records))
         records = rows or records[:1]
@@ -520,7 +529,7 @@ class Delivery:
         return len(records)
 
     def _written(self, record: Record) -> Record:
-        """Return a record whose metrics have names that can be written."""
+        """Return the record with escapes in those names of metrics that cannot be written as they are."""
         names = record.names() if record.hook == "_log_metrics" else []
         changed = {name: written_name(name) for name in names}
         wrong = [name for name, text in changed.items() if name != text]
@@ -536,12 +545,12 @@ class Delivery:
         return record._replace(args=(metrics, *record.args[1:]))
 
     def rest(self) -> None:
-        """Record how far the tracker has come, if nothing waits or some time has passed."""
+        """Write to the note which steps a tracker has. Called when no record waits, and now and then."""
         if not self.writer.is_local:
             self.write_note()
 
     def write_note(self) -> None:
-        """Write a note beside the backlog: which logger it is, where it writes, and how far it has come."""
+        """Write the note, a JSON file beside the backlog, with the logger's class, arguments, folder and sent steps."""
         kind, run, folder = self.writer.kind, self._note.parent.parent, Path(self._home, self.folder)
         arguments = self.writer.arguments()
         if self.writer.save_dir is not None:
@@ -552,10 +561,10 @@ class Delivery:
             "arguments": {name: value for name, value in arguments.items() if value is not None},
             "version": self.version,
             "status": self.status,
-            "sent": dict(self._marks.sent),  # a copy, since the other thread may add to the dict
+            "sent": dict(self._marks.sent),  # copied, since another thread may change the dict
             "id": seal and seal.about,
             "cwd": self._home,
-            # Of a folder inside the run folder, keep only the relative path, since the run folder may be moved.
+            # A folder inside the run folder is written as a relative path, since the run folder may be moved.
             "folder": folder.relative_to(run) if folder.is_relative_to(run) else folder,
         }
         note = json.loads(json.dumps(note, default=str))
@@ -567,17 +576,17 @@ class Delivery:
 
 
 def _environment_rank() -> int:
-    from instep.state import read_environment  # imported late: it loads torch, which a logger alone does not need
+    from instep.state import read_environment  # imported late: loads torch, which a logger alone does not need
 
     return read_environment().rank
 
 
 class Marks:
-    """Record of what a tracker already has, so that a resumed run sends nothing twice.
+    """The steps that a tracker already has of each metric, so that a resumed run sends no record twice.
 
     Args:
-        at_checkpoint: last step logged before the checkpoint, by metric.
-        exact: whether the records that an earlier process left were compared with those in the tracker, one by one.
+        at_checkpoint: for each metric, the last step that was logged before the checkpoint.
+        exact: whether the records that an earlier process has left were compared one by one with those that arrived.
     """
 
     def __init__(self, at_checkpoint: Mapping[str, int] | None = None, exact: bool = False) -> None:
@@ -592,13 +601,13 @@ class Marks:
     def resume(
         self, sent: Mapping[str, int], has: Mapping[str, int] | None, left_over: int, rows: Iterable[RowKey] = ()
     ) -> None:
-        """Continue from the marks of an earlier process.
+        """Set which steps the tracker has when a run is resumed.
 
         Args:
-            sent: last step sent, by metric, as the earlier process noted it.
-            has: last step that the tracker has, by metric; None: it cannot say, so `sent` is used.
+            sent: for each metric, the last step that the earlier process had sent, from its note.
+            has: for each metric, the last step that the tracker has; None: unknown, so `sent` is used.
             left_over: number of records at the front of the queue that the earlier process could not send.
-            rows: step and metric names of each row after the checkpoint that the logger's file still has. The resumed
+            rows: step and metric names of each row after the checkpoint that the logger's file has kept. The resumed
                 run logs these again. For each row, one record with the same step and names is not written.
         """
         self.sent, self._rows = dict(sent), Counter(rows)
@@ -606,16 +615,16 @@ class Marks:
         self._left_over = left_over
 
     def belongs(self, record: Record) -> bool:
-        """Return whether a record was logged before the checkpoint; a later record will be logged again."""
+        """Return whether a record was logged before the checkpoint. The resumed run logs later records again."""
         before, step = self._at_checkpoint, record.step
         return before is None or step is None or all(step <= before.get(name, -1) for name in record.names())
 
     def doubt(self, has: Mapping[str, int], number: int) -> None:
-        """Record what the tracker has after a failure, since some of the first `number` records may have arrived."""
+        """Set which steps the tracker has after a failure, which may have sent some of the first `number` records."""
         self._has, self._left_over = {**self._has, **has}, max(self._left_over, number)
 
     def missing(self, records: list[Record]) -> list[Record]:
-        """Return the parts of the next records that the tracker lacks."""
+        """Return the next records without the values that the tracker already has."""
         if not self._has and not self._rows:
             return records
         parts = [self._missing(record, index < self._left_over) for index, record in enumerate(records)]
@@ -638,7 +647,7 @@ class Marks:
         return record._replace(args=(left, *record.args[1:])) if left else None
 
     def note(self, records: list[Record]) -> None:
-        """Record that records were sent."""
+        """Store that these records have been sent."""
         self._left_over = max(0, self._left_over - len(records))
         for record in records:
             if record.step is not None:

@@ -1,4 +1,4 @@
-"""DVCLive: tables and images in a folder that DVC, its VS Code extension and DVC Studio show."""
+"""`DVCLiveLogger`: log by DVCLive into a folder that DVC, its VS Code extension and DVC Studio show."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 
 class DVCLiveLogger(Logger):
-    """Writes metrics by DVCLive: a table `plots/metrics/<name>.tsv` per metric, `metrics.json` and `params.yaml`.
+    """Write metrics by DVCLive: a table `plots/metrics/<name>.tsv` per metric, `metrics.json` and `params.yaml`.
 
-    Each row is written at once. A resumed run continues after the last whole row of each table. `metrics.json`, the
-    report and `dvc.yaml` are rewritten at checkpoints and at the end, not at every step.
+    Each row is written immediately. A resumed run continues after the last complete row of each table. `metrics.json`,
+    the report and `dvc.yaml` are rewritten at checkpoints and at the end, not at every step.
 
     Args:
-        run_name: the name of the DVC experiment; the same as `name`.
-        experiment: a `dvclive.Live`, used as it is and left open.
-        dir: the folder. None: `dvclive` in the run folder.
-        resume: whether a run that was not resumed, too, continues the files in `dir` and does not remove them.
-        report: "html", "md" or "notebook".
-        save_dvc_exp: whether the run is saved as a DVC experiment at its end, which needs a git repository.
-        dvcyaml: the path of `dvc.yaml`, or None or False for no such file. "dvc.yaml" stands in the folder itself.
+        run_name: name of the DVC experiment; the same as `name`.
+        experiment: a `dvclive.Live` object to use; it is not changed or closed.
+        dir: folder to write into. None: `dvclive` in the run folder.
+        resume: whether a new run, too, continues the files in `dir` instead of removing them.
+        report: format of the report: "html", "md" or "notebook".
+        save_dvc_exp: whether to save the run as a DVC experiment at its end, which needs a git repository.
+        dvcyaml: path of `dvc.yaml`; "dvc.yaml" is written into `dir`. None or False: no such file.
         cache_images: whether DVC stores the images outside git.
         exp_name: the same as `run_name`.
-        exp_message: the message of the DVC experiment.
-        monitor_system: whether CPU, GPU, memory and disk are recorded.
-        save_dir: the run folder; see `Logger`.
-        name: the name of the DVC experiment.
-        version: the run's folder in `save_dir`.
-        **options: those of every `Logger`.
+        exp_message: message of the DVC experiment.
+        monitor_system: whether to record CPU, GPU, memory and disk.
+        save_dir: folder for the folders of runs; see `Logger`.
+        name: name of the DVC experiment.
+        version: number or name of the run's folder in `save_dir`.
+        **options: further arguments of `Logger`.
 
     Example:
         >>> logger = DVCLiveLogger(report="html", save_dvc_exp=False)  # doctest: +SKIP
@@ -80,16 +80,16 @@ class DVCLiveLogger(Logger):
         if self._tracker is not None:
             return
         folder = Path(self.delivery.folder / "dvclive" if self._dir is None else self._dir)
-        # Records after the end are added to the same files.
+        # If the logger is opened again after its end, it continues its own files.
         resume, self._resume = self._resume or self.delivery.resumed, True
         if resume:
             for table in folder.glob("plots/metrics/**/*.tsv"):
                 text = table.read_bytes()
-                if not text.endswith(b"\n"):  # the machine went down while the last row was written
+                if not text.endswith(b"\n"):  # the last row is incomplete after a crash of the machine
                     table.write_bytes(text[: text.rfind(b"\n") + 1])
         dvcyaml = fspath(folder / "dvc.yaml") if self._dvcyaml == "dvc.yaml" else self._dvcyaml
         if self.delivery.sends_rest:
-            self._settings["save_dvc_exp"] = False  # the repository of this folder is not that of the run
+            self._settings["save_dvc_exp"] = False  # `instep runs sync` may run in another git repository
         given = {"resume": resume, "dvcyaml": dvcyaml, "exp_name": self._name, **self._settings}
         self._tracker = dvclive.Live(fspath(folder), **given)
 
@@ -112,7 +112,7 @@ class DVCLiveLogger(Logger):
             self._tracker.summary.update(metrics)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        from PIL import Image as pillow  # imported late: DVCLive needs it for images
+        from PIL import Image as pillow  # imported late: only needed for images
 
         for number, image in enumerate(images):
             file = f"{name}/{step}.png" if len(images) == 1 else f"{name}/{step}_{number}.png"
@@ -124,7 +124,7 @@ class DVCLiveLogger(Logger):
         self._tracker.log_plot(name, points, x="from", y="count", title=f"{name} at step {step}")
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        copy = Path(self._tracker.artifacts_dir) / artifact.name  # this copy also exists without a DVC repository
+        copy = Path(self._tracker.artifacts_dir) / artifact.name  # needed without a DVC repository
         copy.parent.mkdir(parents=True, exist_ok=True)
         if artifact.path.is_dir():
             shutil.copytree(artifact.path, copy, dirs_exist_ok=True)

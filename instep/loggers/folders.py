@@ -1,6 +1,6 @@
-"""Folders of runs: their names and numbers, the choice for a run or logger, and which folders are a run's.
+"""Choose, number, list and recognize the folders of runs.
 
-Other programs may use the same `save_dir`, so files in it are not trusted.
+Other programs may write into the same `save_dir`, so files in it are not trusted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOGS = ("events.out.tfevents.*", "metrics.csv", "hparams.*")
 
 
 class Place(NamedTuple):
-    """Name of a run folder among others, and whether it belongs to a new run."""
+    """Name of a run folder within its parent folder, and whether the folder is for a new run."""
 
     name: str
     is_new: bool
@@ -37,20 +37,20 @@ def choose_place(
     is_free: bool = True,
     next_number: int = 0,
 ) -> Place:
-    """Choose the folder that a run, or one of its loggers, writes into. A pure function that reads no disk.
+    """Choose the folder that a run, or one of its loggers, writes into. A pure function that does not read the disk.
 
-    All names are those of folders in the same parent folder, `<save_dir>/<name>` or `instep_runs`.
+    All arguments are names of folders in the same parent folder, which is `<save_dir>/<name>` or `instep_runs`.
 
     Args:
-        asked: the name that the user gave by a logger's `version`; None if there is none.
-        opened: the folder that was opened before the run, which takes it.
-        run: for a logger, the folder of its run: one run has one folder, unless the user asked for another.
-        goes_on: the folder to continue in: that of the run that is resumed or evaluated.
-        is_free: whether the folder `asked` has nothing of another run.
-        next_number: the number of the next folder `version_<n>`.
+        asked: folder that the user asked for by a logger's `version`; None if the user did not.
+        opened: folder that a logger opened before the run; the run uses it.
+        run: if the choice is for a logger: the folder of its run, which it uses unless `asked` is another one.
+        goes_on: folder of the run that is resumed or evaluated.
+        is_free: whether the folder `asked` has no files of another run.
+        next_number: number of the next folder `version_<n>`.
 
     Returns:
-        The first of these that is given: `opened`, `run`, `goes_on`, `asked` if it is free, the next number.
+        The first of these that is not None: `opened`, `run`, `goes_on`, `asked` if it is free; else the next number.
 
     Example:
         >>> choose_place("best", is_free=False, next_number=3)
@@ -68,7 +68,7 @@ def choose_place(
 
 
 def name_in(base: Path, folder: Path | None, asked: str | None = None) -> str | None:
-    """Return the name of a run folder in `base`, several folders deep only if `asked` is; None if it is elsewhere."""
+    """Return the name of a run folder relative to `base`, if it is `asked` or directly in `base`; else None."""
     if folder is None:
         return None
     folder, base = folder.absolute(), base.absolute()
@@ -78,45 +78,45 @@ def name_in(base: Path, folder: Path | None, asked: str | None = None) -> str | 
 
 
 def folder_name(version: int | str) -> str:
-    """Return the name of a version's folder."""
+    """Return the folder name for a version: `version_N` for a number N, else the version itself."""
     return f"version_{version}" if isinstance(version, int) else version
 
 
 def version_of(folder: str) -> int | str:
-    """Return the version that a folder's name stands for: N for `version_N`, else the name."""
+    """Return the version for a folder name: the number N for `version_N`, else the name itself."""
     number = number_of(folder)
     return folder if number is None or folder_name(number) != folder else number
 
 
 def number_of(folder: str) -> int | None:
-    """Return N of a folder's name `version_N`; None for other names."""
+    """Return the number N of a folder name `version_N`; None for other names."""
     found = _NUMBERED.fullmatch(folder)
     return None if found is None else int(found[1])
 
 
 def next_version(parent: Path) -> int:
-    """Return the number after the highest one."""
+    """Return the highest number N of the folders `version_N` in a folder, plus one."""
     numbers = [number_of(path.name) for path in parent.glob("version_*")]
     return max((number for number in numbers if number is not None), default=-1) + 1
 
 
 def make_next(parent: Path) -> Path:
-    """Make the next numbered folder; if several programs ask at once, each gets its own."""
+    """Make the next folder `version_N`; several programs that call this at the same time get different folders."""
     parent.mkdir(parents=True, exist_ok=True)
     while True:
         folder = parent / folder_name(next_version(parent))
-        with suppress(FileExistsError):  # another program took it in the meantime
+        with suppress(FileExistsError):  # another program made the folder first
             folder.mkdir()
             return folder
 
 
 def runs_in(base: Path, shared: bool) -> list[Path]:
-    """List the run folders in a folder, the newest first: by number, then by name.
+    """Return the run folders in a folder, the newest first: sorted by number, then by name.
 
     Args:
-        base: the folder.
-        shared: whether `base` may hold folders of other programs, and runs of any name. Then only runs of instep are
-            listed, and no links.
+        base: the folder that contains the run folders.
+        shared: False: return all folders `version_N`. True: `base` may contain folders of other programs, so return
+            folders of any name if they belong to a run of instep and are not symbolic links.
     """
     if not base.is_dir():
         return []
@@ -131,7 +131,7 @@ def runs_in(base: Path, shared: bool) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run of instep, and not a link."""
+    """Return whether a folder belongs to a run of instep, and is not a symbolic link."""
     if not folder.is_dir() or leads_out(folder):
         return False
     checkpoints = folder / "checkpoints"
@@ -139,12 +139,12 @@ def is_run(folder: Path) -> bool:
 
 
 def leads_out(folder: Path) -> bool:
-    """Return whether a folder or its `checkpoints` is a link, which may lead to anybody's files."""
+    """Return whether a folder or its subfolder `checkpoints` is a symbolic link, which may lead to any files."""
     return any(os.path.islink(path) for path in (folder, folder / "checkpoints"))
 
 
 def is_free(folder: Path) -> bool:
-    """Return whether a run may use a folder: it may contain other files, but none of another run."""
+    """Return whether a new run may use a folder, because it has no checkpoints or logs of another run."""
     if not os.path.lexists(folder):
         return True
     if leads_out(folder) or not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Hyperparameters of any kind as JSON values: nested for a file, flat for a table."""
+"""Convert hyperparameters of any type to JSON values, nested or flat, and write them to a YAML file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from instep.utils.warn import warn_user
 
 NAME = "hparams.yaml"
 
-_MAX_ITEMS = 64  # a larger tensor or array is data, not a setting
+_MAX_ITEMS = 64  # a tensor or array with more elements is described by its shape and dtype
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to what JSON can hold.
+    """Convert a value of any type to JSON values.
 
-    Mappings, namespaces, dataclasses, pydantic models and OmegaConf's containers become dicts; sequences and sets
-    become lists, and small tensors and arrays their values. Classes and functions become their dotted name, and a
-    partial its function's name and its arguments. Anything else becomes its text.
+    Mappings, namespaces, dataclasses, pydantic models and OmegaConf's containers become dicts. Lists, tuples, sets, and
+    small tensors and arrays become lists. Classes and functions become their dotted name, and a `functools.partial` the
+    name of its function and its arguments. Any other object becomes `str(value)`.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -55,7 +55,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(params: Mapping[str, Any], separator: str = "/") -> dict[str, bool | int | float | str]:
-    """Return `plain` parameters in one level: nested keys joined by `separator`, lists as text."""
+    """Convert parameters to a dict of one level: nested keys are joined by `separator`, lists become JSON text."""
     flat: dict[str, bool | int | float | str] = {}
     for key, value in plain(params).items():
         if isinstance(value, dict) and value:
@@ -69,8 +69,8 @@ def flatten(params: Mapping[str, Any], separator: str = "/") -> dict[str, bool |
 
 
 def merge_file(path: Path, params: Mapping[str, Any]) -> None:
-    """Add hyperparameters to a YAML file of plain values; readers always see a whole file."""
-    import yaml  # imported late: not every run has hyperparameters
+    """Add hyperparameters to a YAML file, which is replaced atomically."""
+    import yaml  # imported late: only needed for hyperparameters
 
     values = {**_read(path), **plain(params)}
     with replacing(path, sync=False) as part:
@@ -78,15 +78,15 @@ def merge_file(path: Path, params: Mapping[str, Any]) -> None:
 
 
 def ensure_file(path: Path) -> None:
-    """Write a file without hyperparameters if there is none, since readers of Lightning's folders expect one."""
+    """Write an empty `hparams.yaml` if there is none, since programs that read Lightning's folders expect the file."""
     if not path.exists():
         merge_file(path, {})
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists() or path.is_symlink():  # a stranger's link would bring in the file to which it leads
+    if not path.exists() or path.is_symlink():  # do not follow a link, which may lead to any file
         return {}
     values: Any = None
-    with suppress(SettingError):  # the folder may be another program's; a file that instep cannot read is replaced
+    with suppress(SettingError):  # a file that cannot be read is replaced
         values = plain_yaml.load(plain_yaml.read_text(path), path)
     return values if isinstance(values, dict) else {}

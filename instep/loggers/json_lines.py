@@ -1,4 +1,4 @@
-"""All that is logged, as lines of JSON in `metrics.jsonl`; pictures and sounds as files beside it."""
+"""`JSONLinesLogger`: write all logged values as lines of JSON into `metrics.jsonl`, and media files beside it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class JSONLinesLogger(RowFileLogger):
-    """Writes one line of JSON for each call into `metrics.jsonl` of the run folder, at once.
+    """Write one line of JSON for each logging call into `metrics.jsonl` of the run folder, immediately.
 
     A line of metrics is `{"step": 50, "time": 1763900000.0, "loss": 0.5}`: the position on the x-axis, seconds since
-    1970, and the exact numbers; a number that is not finite is the text "NaN", "Infinity" or "-Infinity". A line of any
-    other value has a kind: `{"step": 50, "time": ..., "kind": "text", "name": "sample", "value": "Once"}`; for
+    1970, and the exact numbers; a number that is not finite is the string "NaN", "Infinity" or "-Infinity". A line for
+    any other value has a "kind": `{"step": 50, "time": ..., "kind": "text", "name": "sample", "value": "Once"}`. For
     pictures, sounds and videos the value is a list of files in `media/`. Hyperparameters are in `hparams.yaml`. A
-    resumed run appends to the file. It first removes the lines of steps after its checkpoint, since it will write them
-    again.
+    resumed run appends to the file, after it has removed the lines of steps after its checkpoint, since it logs those
+    steps again.
 
     Args:
-        save_dir: where run folders go; the first logger that has one decides. None: the run folder.
-        name: with `save_dir`, the folder below it.
-        version: with `save_dir`, the folder below that; see `Logger`.
-        **options: `prefix`, `x_axis` and the others of `Logger`.
+        save_dir: folder for the folders of runs; the first logger that has one decides. None: use the run folder.
+        name: name of a folder below `save_dir`; used only with `save_dir`.
+        version: number or name of the run's folder below that; used only with `save_dir`. None: the next free number.
+        **options: further arguments of `Logger`, such as `prefix` and `x_axis`.
 
     Example:
         >>> import json
@@ -90,7 +90,7 @@ class JSONLinesLogger(RowFileLogger):
 
 
 class _Lines(RowFile):
-    """The lines of the file, each a JSON object."""
+    """The file `metrics.jsonl` of a logger; each of its lines is a JSON object."""
 
     NAME, COUNTED = "metrics.jsonl", "lines"
 
@@ -102,7 +102,7 @@ class _Lines(RowFile):
             values: dict[str, Any] = json.loads(row)
             step = float(values["step"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return RowKey(math.inf, frozenset())  # the line was not written by instep
+            return RowKey(math.inf, frozenset())  # a line that instep has not written
         if "kind" in values and isinstance(values.get("name"), str):
             return RowKey(step, frozenset({f"_log_{values['kind']}:{values['name']}"}))
         return RowKey(step, frozenset(values) - {"step", "time"})
@@ -112,19 +112,19 @@ class _Lines(RowFile):
             part.write_bytes(b"".join(rows))
 
     def add(self, rows: list[Row]) -> None:
-        # A metric called "step" replaces the step, since users of other trainers log one to choose their own x-axis.
+        # A metric called "step" replaces the global step: this is how Lightning's users choose their own x-axis.
         self.append(
             [(row.step, row.time_s, {name: _number(value) for name, value in row.metrics.items()}) for row in rows]
         )
 
     def append(self, rows: list[tuple[int, float, dict[str, Any]]]) -> None:
-        """Append lines, each of a step, a time in seconds since 1970, and further values."""
+        """Append a line for each tuple of a step, a time in seconds since 1970, and named values."""
         lines = [
             json.dumps({"step": step, "time": round(time_s, 3), **values}, ensure_ascii=False) + "\n"
             for step, time_s, values in rows
         ]
         with self.opened.turn():
-            # Half of a surrogate pair is written as a JSON escape.
+            # UTF-8 cannot encode half of a surrogate pair, so it is written as a JSON escape.
             self.opened.append("".join(lines).encode("utf-8", "backslashreplace"))
         self.rows += len(rows)
 

@@ -1,6 +1,7 @@
-"""Logged values other than numbers, in plain form: they wait in a queue, and can be written to a file and read back.
+"""Plain forms of logged pictures, sounds, videos, histograms, tables and files, and their conversion to JSON.
 
-A value is converted when it is logged, since the user may change the object afterwards.
+A value is converted to its plain form when it is logged, since it waits in a queue and the user may change the object
+afterwards.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 Cell: TypeAlias = "bool | int | float | str | None"
 
 _CHANNELS = (1, 3, 4)
-_MOST_PATCH_BYTES = 2**20  # bytes; a larger patch holds data that nobody meant to commit
+_MOST_PATCH_BYTES = 2**20  # bytes; a larger patch is not stored, since it likely contains data files
 
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """A picture: uint8 of shape (height, width, channels), with 1, 3 or 4 channels."""
+    """A picture: a uint8 array of shape (height, width, channels) with 1, 3 or 4 channels."""
 
     array: Array
     caption: str | None = None
@@ -45,14 +46,14 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class Audio:
-    """A sound: float32 of shape (samples, channels), in -1 to 1, and its samples a second."""
+    """A sound: a float32 array of shape (samples, channels) with values from -1 to 1, and the sample rate in Hz."""
 
     array: Array
     sample_rate: int
     caption: str | None = None
 
     def wav(self) -> bytes:
-        """Return the sound as a WAV file of 16 bits."""
+        """Return the sound as a WAV file with 16 bits per sample."""
         data = io.BytesIO()
         with wave.open(data, "wb") as file:
             file.setnchannels(self.array.shape[1])
@@ -64,7 +65,7 @@ class Audio:
 
 @dataclass(frozen=True, eq=False)
 class Video:
-    """Moving pictures: uint8 of shape (frames, height, width, 3), and their frames a second."""
+    """A video: a uint8 array of shape (frames, height, width, 3), and the number of frames per second."""
 
     array: Array
     fps: int = 4
@@ -78,7 +79,7 @@ class Video:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """Counts of values: int64 of shape (bins,), between edges: float64 of shape (bins + 1,)."""
+    """A histogram: counts of values (int64, shape (bins,)) between bin edges (float64, shape (bins + 1,))."""
 
     counts: Array
     edges: Array
@@ -86,7 +87,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of plain cells under column names."""
+    """A table: column names, and rows whose cells are plain values."""
 
     columns: list[str]
     rows: list[list[Cell]]
@@ -94,7 +95,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file or folder to keep with the run, under a name and a type such as "model" or "dataset"."""
+    """A file or folder to store with the run: its path, a name, and a type such as "model" or "dataset"."""
 
     path: Path
     name: str
@@ -103,7 +104,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Code:
-    """State of the program: its git commit, uncommitted changes as a patch, and the script's path."""
+    """The version of the running program: git commit, uncommitted changes as a patch, and the script's path."""
 
     commit: str | None
     branch: str | None
@@ -113,20 +114,21 @@ class Code:
     script: str | None
 
 
-# ---- making them
+# ---- conversion of logged values to these classes
 
 
 def to_image(name: str, value: Any, caption: str | None = None) -> Image:
-    """Make an image.
+    """Convert a value to an `Image`.
 
     Args:
-        name: name of the image, for the error's text.
-        value: a tensor of shape (channels, height, width) or (height, width), floats in 0 to 1 or integers in 0 to 255;
-            a NumPy array of the same, or of shape (height, width, channels); a PIL image; a path of a picture.
-        caption: text beside it.
+        name: name of the image, for the error text.
+        value: a tensor of shape (channels, height, width) or (height, width) with floats from 0 to 1 or integers from 0
+            to 255; a NumPy array of such a shape or of (height, width, channels); a PIL image; or the path of a
+            picture.
+        caption: text to show with the image.
 
     Raises:
-        LogError: the value is none of these.
+        LogError: the value has another type or shape.
     """
     if isinstance(value, Image):
         return value
@@ -149,7 +151,10 @@ def to_image(name: str, value: Any, caption: str | None = None) -> Image:
 
 
 def to_audio(name: str, value: Any, sample_rate: int = 44_100, caption: str | None = None) -> Audio:
-    """Make a sound of floats in -1 to 1, of shape (samples,), (samples, channels) or, from torch, (channels, samples).
+    """Convert a tensor or array to an `Audio`.
+
+    The values are floats from -1 to 1. The shape is (samples,), (samples, channels) or (channels, samples); the larger
+    of two dimensions is that of the samples.
 
     Raises:
         LogError: the value has another shape.
@@ -167,7 +172,9 @@ def to_audio(name: str, value: Any, sample_rate: int = 44_100, caption: str | No
 
 
 def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) -> Video:
-    """Make a video of a tensor or array: (frames, channels, height, width) or (frames, height, width, channels).
+    """Convert a tensor or array to a `Video`.
+
+    The shape is (frames, channels, height, width) or (frames, height, width, channels).
 
     Raises:
         LogError: the value has another shape.
@@ -175,7 +182,7 @@ def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) ->
     if isinstance(value, Video):
         return value
     array = _array(value)
-    if array.ndim == 5 and array.shape[0] == 1:  # TensorBoard's form has a batch dimension first
+    if array.ndim == 5 and array.shape[0] == 1:  # TensorBoard's videos have a batch dimension
         array = array[0]
     if array.ndim == 4 and array.shape[1] in (1, 3) and array.shape[3] not in (1, 3):
         array = array.transpose(0, 2, 3, 1)
@@ -185,7 +192,7 @@ def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) ->
 
 
 def to_histogram(name: str, values: Any, bins: int = 64) -> Histogram:
-    """Count finite values into bins of equal width; a pair of counts and edges is used as it is."""
+    """Count the finite values in bins of equal width; or convert a pair of bin counts and edges."""
     if isinstance(values, Histogram):
         return values
     if isinstance(values, tuple):
@@ -206,10 +213,10 @@ def to_table(
     data: Iterable[Sequence[Any]] | None = None,
     dataframe: Any = None,
 ) -> Table:
-    """Make a table of column names and rows, or of a pandas-like dataframe.
+    """Make a `Table` from column names and rows, or from a pandas-like dataframe.
 
     Raises:
-        LogError: rows and columns do not fit.
+        LogError: `columns` or `data` is not a list, or a row has another number of cells than there are columns.
     """
     if table is not None:
         return table
@@ -226,12 +233,12 @@ def to_table(
 
 
 def to_figure(name: str, figure: Any, close: bool = True) -> Image:
-    """Draw a matplotlib figure.
+    """Draw a matplotlib figure as an `Image`.
 
     Raises:
-        LogError: the value is no matplotlib figure.
+        LogError: the value is not a matplotlib figure.
     """
-    figure = getattr(figure, "figure", figure)  # an Axes of matplotlib has its figure in this attribute
+    figure = getattr(figure, "figure", figure)  # a matplotlib Axes has its figure in this attribute
     if not hasattr(figure, "savefig"):
         raise LogError(
             f"the figure {name!r} is a {type(figure).__name__}: give a matplotlib figure; of other packages write a "
@@ -247,7 +254,7 @@ def to_figure(name: str, figure: Any, close: bool = True) -> Image:
 
 
 def code_state(folder: Path | None = None) -> Code:
-    """Return the state of the program and its git repository; without git or a repository, only the script."""
+    """Return the git commit, uncommitted changes and the script's path; only the path without a git repository."""
 
     def git(*command: str) -> str | None:
         with suppress(OSError, subprocess.SubprocessError):
@@ -258,7 +265,7 @@ def code_state(folder: Path | None = None) -> Code:
     commit = git("rev-parse", "HEAD")
     patch = (git("diff", "HEAD") or "") if commit else ""
     remote = git("config", "--get", "remote.origin.url")
-    if remote and "@" in remote and "://" in remote:  # the address may contain a password
+    if remote and "@" in remote and "://" in remote:  # the URL may contain a password
         scheme, _, rest = remote.partition("://")
         remote = f"{scheme}://{rest.rpartition('@')[2]}"
     branch = git("rev-parse", "--abbrev-ref", "HEAD")
@@ -267,7 +274,7 @@ def code_state(folder: Path | None = None) -> Code:
 
 
 def write_code(code: Code, folder: Path) -> None:
-    """Write the state of the program as `git.json`, and uncommitted changes as `git.patch`."""
+    """Write a program's git commit and script path to `git.json`, and uncommitted changes to `git.patch`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {field.name: getattr(code, field.name) for field in fields(code) if field.name != "patch"}
     replace(folder / "git.json", json.dumps(content, indent=1).encode())
@@ -283,7 +290,7 @@ def _array(value: Any) -> Array:
 
 
 def _bytes(array: Array) -> Array:
-    """Return uint8; floats are read as 0 to 1, as in torchvision."""
+    """Convert pixels to uint8; floats are expected from 0 to 1, as in torchvision."""
     if array.dtype == np.bool_ or np.issubdtype(array.dtype, np.floating):
         array = np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255 + 0.5
     return np.ascontiguousarray(array.clip(0, 255).astype(np.uint8))
@@ -311,10 +318,10 @@ def _encoded(image: Any, format: str, **options: Any) -> bytes:
 
 
 def _each(make: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Convert one value or several to a list of a kind, each with its options."""
+    """Return a function that calls `make` for one value or for each of several, and returns a list."""
 
     def make_each(name: str, values: Any, **options: Any) -> list[Any]:
-        batch = make is to_image and getattr(values, "ndim", 0) == 4  # users of Accelerate log pictures as one batch
+        batch = make is to_image and getattr(values, "ndim", 0) == 4  # a batch, as users of Accelerate log pictures
         values = list(values) if batch or isinstance(values, list | tuple) else [values]
         known = [option for option in inspect.signature(make).parameters if option not in ("name", "value")]
         for option, given in options.items():
@@ -346,13 +353,13 @@ MAKERS: dict[str, Callable[..., Any]] = {
 """Functions that make a plain value, by kind, of those that have a name and a step."""
 
 
-# ---- as JSON, for a file of waiting records
+# ---- conversion to JSON and back, for the file of waiting records
 
 _KINDS = {kind.__name__: kind for kind in (Image, Audio, Video, Histogram, Table, Artifact, Code)}
 
 
 def to_json(value: Any) -> Any:
-    """Convert a plain value, or an object of a class in this file, to JSON values."""
+    """Convert a plain value, or an object of a class in this module, to JSON values."""
     if isinstance(value, np.ndarray):
         data = io.BytesIO()
         np.save(data, value, allow_pickle=False)
@@ -370,7 +377,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Convert the JSON of `to_json` back; tuples become lists.
+    """Convert the JSON values that `to_json` returned back to the original value; tuples become lists.
 
     Raises:
         ValueError: the value is not a result of `to_json`.

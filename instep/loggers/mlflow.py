@@ -1,4 +1,4 @@
-"""MLflow: a database beside the runs, or a tracking server."""
+"""`MLFlowLogger`: log to MLflow, into a database file beside the runs or to a tracking server."""
 
 from __future__ import annotations
 
@@ -24,36 +24,38 @@ if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Code, Image, Table, Video
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-_MOST_METRICS, _MOST_PARAMS = 1000, 100  # most metrics and parameters that one request may have
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # MLflow's limits for the metrics and parameters of one request
 _WRONG = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED", "UNAUTHENTICATED", "BAD_REQUEST")
-# By default MLflow tries a request for 4 minutes, in which nothing else is sent; the logger's thread tries again
-# anyway.
+# By default MLflow repeats a failing request for 4 minutes, in which nothing else is sent. This is not needed, since
+# the logger's thread repeats it.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 class MLFlowLogger(Logger):
-    """Writes to MLflow: into the database `mlflow.db` beside the runs, shown by `mlflow ui`, or to a tracking server.
+    """Write to MLflow: into the database `mlflow.db` beside the runs, shown by `mlflow ui`, or to a tracking server.
 
-    A resumed run continues the same MLflow run and sends only the steps that MLflow lacks. Hyperparameters are MLflow's
-    parameters, which MLflow never changes; if a resumed run has another value, it becomes a tag.
+    A resumed run continues the same MLflow run and sends only the steps that MLflow does not have. Hyperparameters
+    become MLflow's parameters, which MLflow never changes; if a resumed run has another value, it becomes a tag.
 
     Args:
-        experiment_name: the experiment's name. None: MLFLOW_EXPERIMENT_NAME, else "instep_runs".
-        run_name: the run's name. None: MLflow chooses one.
-        tracking_uri: "sqlite:///..." or "http://...". None: MLFLOW_TRACKING_URI, else `mlflow.db` in `save_dir`.
-        tags: tags of the run, as a dict or as JSON. None: MLFLOW_TAGS.
-        save_dir: the folder of the database. None: the one above the run folder.
-        log_model, prefix, options: as for `Logger`.
-        artifact_location: where a new experiment keeps files. None: `mlartifacts` beside the database, or the server's.
-        run_id: the MLflow run to go on with. None: MLFLOW_RUN_ID, else a new one.
-        synchronous: of no effect: a thread of the logger waits for MLflow, and nothing else does.
+        experiment_name: name of the experiment. None: the variable MLFLOW_EXPERIMENT_NAME, else "instep_runs".
+        run_name: name of the run. None: MLflow chooses one.
+        tracking_uri: "sqlite:///..." or "http://...". None: the variable MLFLOW_TRACKING_URI, else `mlflow.db` in
+            `save_dir`.
+        tags: tags of the run, as a dict or as JSON text. None: the variable MLFLOW_TAGS.
+        save_dir: folder of the database. None: the parent folder of the run folder.
+        log_model, prefix, options: arguments of `Logger`.
+        artifact_location: folder or URL where a new experiment stores files. None: `mlartifacts` beside the database,
+            or the server's default.
+        run_id: id of an MLflow run to continue. None: the variable MLFLOW_RUN_ID, else a new run.
+        synchronous: an argument of Lightning's; it has no effect, since only the logger's thread waits for MLflow.
         logging_dir: the same as `artifact_location`.
         nested_run: whether the run is a child of `parent_run_id`, or of the run that the script opened by
             `mlflow.start_run`.
         parent_run_id: id of the parent run.
-        description: a text on the run's page.
-        registered_model_name: each logged checkpoint becomes a version of this model in MLflow's registry.
-        log_system_metrics: let MLflow record CPU, memory, disk and GPU from a thread. None: as
+        description: text on the run's page.
+        registered_model_name: name of a model in MLflow's registry; each logged checkpoint becomes a version of it.
+        log_system_metrics: whether MLflow records CPU, memory, disk and GPU in a thread. None: as the variable
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING says.
 
     Example:
@@ -93,14 +95,14 @@ class MLFlowLogger(Logger):
         super().__init__(save_dir, run_name or name, version, prefix, log_model=log_model, **options)
         self._experiment_name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or RUNS
         self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        # The address may contain a password, so it is not kept; `instep runs sync` uses MLFLOW_TRACKING_URI.
+        # Do not store a URL that may contain a password; `instep runs sync` reads MLFLOW_TRACKING_URI instead.
         if "@" in (self._tracking_uri or ""):
             self._SYNC = ("experiment_name", "artifact_location")
         tags = os.environ.get("MLFLOW_TAGS", "{}") if tags is None else tags
         self._tags = {k: str(v) for k, v in (json.loads(tags) if isinstance(tags, str) else tags).items()}
         self._artifact_location = artifact_location or (None if logging_dir is None else os.fspath(logging_dir))
         if nested_run and parent_run_id is None:
-            # The parent is the active run of this thread.
+            # MLflow knows the script's active run only in this thread.
             active = require("mlflow", extra="mlflow", purpose="MLFlowLogger").active_run()
             parent_run_id = None if active is None else active.info.run_id
         notes = {"mlflow.parentRunId": parent_run_id, "mlflow.note.content": description}
@@ -112,20 +114,20 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """The id of the MLflow run, which is made on first use."""
+        """The id of the MLflow run; reading it opens the logger. None on a rank that does not log."""
         return str(self.version) if self.delivery.open() else None
 
     @property
     def experiment_id(self) -> str | None:
-        """The id of the MLflow experiment, which is made on first use."""
+        """The id of the MLflow experiment; reading it opens the logger. None on a rank that does not log."""
         return self._experiment_id if self.delivery.open() else None
 
     def _start(self) -> None:
-        mlflow = require("mlflow", extra="mlflow", purpose="MLFlowLogger")  # a slow import, 1.5 s
+        mlflow = require("mlflow", extra="mlflow", purpose="MLFlowLogger")  # imported late: takes 1.5 s
         self._entities = mlflow.entities
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
-        # otherwise MLflow would print text of the note and its host among the command's lines
+        # In `instep runs sync`, MLflow must not print a URL that may come from another user's file.
         if self.delivery.sends_rest:
             os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         if self._tracking_uri is None:
@@ -164,14 +166,14 @@ class MLFlowLogger(Logger):
             self._experiment_id = client.create_experiment(self._experiment_name, self._artifact_location)
         else:
             self._experiment_id = experiment.experiment_id
-        # A host that another user named must not learn who runs which program here.
+        # Do not tell a server that another user chose who runs which program here.
         tags = self._tags if self.delivery.is_strangers else context.resolve_tags(self._tags)
         run = client.create_run(self._experiment_id, tags=tags, run_name=self._name)
         self._check_place(run.info.artifact_uri)
         self.delivery.version = run.info.run_id
 
     def _check_place(self, uri: str) -> None:
-        """Raise if the server or database that another user's note names would write files outside of the run."""
+        """Raise an error if a server or database that another user chose would make MLflow write outside of the run."""
         folder = self.delivery.folder
         if not self.delivery.is_strangers or self._tracking_uri == os.environ.get("MLFLOW_TRACKING_URI"):
             return
@@ -265,5 +267,5 @@ class MLFlowLogger(Logger):
 
 
 def _plain(name: str) -> str:
-    """Return a name in the form that MLflow allows."""
+    """Replace the characters that MLflow does not allow in a name."""
     return re.sub(r"[^\w\-. :/]", "_", name)

@@ -1,4 +1,4 @@
-"""A file of rows, from which a resumed run removes those after its checkpoint, and the base of loggers with one."""
+"""Base classes for loggers that write rows into one file, from which a resumed run removes rows it logs again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instep.utils.untrusted_files import open_regular
 
 
 class RowFile(OutputFile, ABC):
-    """File of rows, one for each record. A subclass knows the format, and counts the rows that it adds in `rows`."""
+    """Output file with one row per record. A subclass defines the format, and adds to `rows` the rows it writes."""
 
     NAME: ClassVar[str]
     COUNTED: ClassVar[str]
@@ -22,46 +22,46 @@ class RowFile(OutputFile, ABC):
 
     def __init__(self) -> None:
         self.rows = 0
-        # Rows in the file at the start: the number of leading rows, and the later rows that were kept.
+        # Which rows were in the file at the start: their number up to the checkpoint, and the indices of later rows.
         self._had: tuple[int, frozenset[int]] = 0, frozenset()
 
     @abstractmethod
     def parse(self, content: bytes) -> list[Any]:
-        """Parse whole lines as rows."""
+        """Split the file's content, which ends with a complete line, into rows."""
 
     @abstractmethod
     def key(self, row: Any) -> RowKey:
-        """Return the key of the record that became a row; a row of another program gets an infinite step."""
+        """Return step and names of a row; the step is infinite if another program has written the row."""
 
     @abstractmethod
     def replace(self, rows: list[Any]) -> None:
-        """Replace the file with these rows."""
+        """Replace the content of the file by these rows."""
 
     @abstractmethod
     def add(self, rows: list[Row]) -> None:
-        """Append rows of metrics: all, or none."""
+        """Append rows of metrics, either all or none."""
 
     def open(self, folder: Path, keep: int | None, last_step: float) -> None:
-        """Open the file, with the rows that a resumed run keeps.
+        """Open the file, and remove the rows that a resumed run does not keep.
 
         Args:
             folder: folder of the file.
-            keep: number of rows that the file had at the checkpoint; None keeps all rows.
-            last_step: step of the checkpoint. Later rows up to this step are kept too; the resumed run logs them again.
+            keep: number of rows that the file had at the checkpoint. None: keep all rows.
+            last_step: step of the checkpoint. Rows after the first `keep` ones are kept if their step is not larger.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.rows, self.later_rows, self._had = 0, [], (0, frozenset())
         path = folder.absolute() / self.NAME
-        self.appended = AppendedFile(path)  # raises before the first step if the folder cannot be written to
+        self.appended = AppendedFile(path)  # an error here comes before the first training step
         with self.appended.turn():
             if path.stat().st_size:
                 self._take_over(path, keep, last_step)
 
     def _take_over(self, path: Path, keep: int | None, last_step: float) -> None:
-        # an earlier run may have left the path; anything but a regular file is refused
+        # Accept only a regular file, since any program may have put something else at this path.
         with open_regular(path) as file:
             content = file.readall()
-        whole = content[: content.rfind(b"\n") + 1]  # a process killed while writing leaves half a row
+        whole = content[: content.rfind(b"\n") + 1]  # without half a row that a killed process left
         rows = self.parse(whole)
         front = len(rows) if keep is None else keep
         keys = {i: self.key(row) for i, row in enumerate(rows) if i >= front}
@@ -80,25 +80,25 @@ class RowFile(OutputFile, ABC):
 
 
 class RowFileLogger(Logger):
-    """Logger whose records become rows of one file in the run folder, beside `hparams.yaml`."""
+    """Base class of loggers that write each record as a row of one file, and hyperparameters into `hparams.yaml`."""
 
     NAME_HPARAMS_FILE = NAME
-    _rows: RowFile  # the subclass sets this attribute, and `_file` to the same object
-    # Number of rows to keep, and the checkpoint's step. A user's own x-axis may have other rows.
+    _rows: RowFile  # set by the subclass, which sets `_file` to the same object
+    # Arguments `keep` and `last_step` of `RowFile.open` at the next start.
     _keep: tuple[int | None, float] = None, -1
 
     @property
     def path(self) -> Path | None:
-        """The file's path; None before the start."""
+        """Path of the file; None before the logger is opened."""
         folder = self.delivery.log_dir
         return None if folder is None else folder / self._rows.NAME
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base's state, and the number of rows."""
+        """Return the state of `Logger` and the number of rows in the file."""
         return {**super().state_dict(), self._rows.COUNTED: self._rows.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the row of this state."""
+        """Make the next start continue the file after the number of rows in this state."""
         counted = self._rows.COUNTED
         rows = state_dict.get(counted)
         if rows is not None and (type(rows) is not int or rows < 0):

@@ -1,7 +1,7 @@
-"""Files of loggers, read as rows of metrics; each reading continues where the last one ended.
+"""Read rows of metrics from the files of loggers; each reading continues where the last one ended.
 
-A row is `(step, seconds, values)`: the time is that of the wall clock, or None if the file has none. A `Forget` removes
-the rows from a step on, which a resumed run writes again.
+A row is `(step, seconds, values)`; the seconds are those of the wall clock, or None if the file has no times. A
+`Forget` object means that all rows from a step on are invalid, because a resumed run has written them again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from instep.utils.imports import require
 from instep.utils.untrusted_files import open_regular, parse_json
 
 MOST_LINE_BYTES = 2**20
-MOST_RECORD_BYTES = 2**24  # bytes; a row with an image may be large, and a larger row is skipped
-_BLOCK = 2**15  # bytes of a block in a W&B file
+MOST_RECORD_BYTES = 2**24  # limit in bytes; longer records are skipped (a record with an image is large)
+_BLOCK = 2**15  # size of a block in a W&B file, in bytes
 _PIECE = 2**18
 _IS_NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]*)?([eE][-+]?[0-9]{1,9})?").fullmatch
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Mark that rows from this step on are no longer valid."""
+    """Marker in the sequence of rows: all earlier rows from this step on are invalid."""
 
     step: float
 
@@ -39,13 +39,13 @@ Row = tuple[float, float | None, list[tuple[str, float]]]
 
 
 class LogFile:
-    """A growing file of a logger; there is a subclass for each kind.
+    """Base class of the readers of log files, which may grow while they are read.
 
     Args:
         path: path of the file.
 
     Attributes:
-        problems: what could not be read, one line each.
+        problems: messages about what could not be read, at most five.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class LogFile:
         self._header: list[str] = []
 
     def replaced(self) -> bool:
-        """Return True if another file has replaced the file that was read."""
+        """Return True if the path now leads to another or a shorter file than the one that was read."""
         try:
             now = os.stat(self.path)
         except OSError:
@@ -63,7 +63,7 @@ class LogFile:
         return bool(self._inode) and (now.st_ino != self._inode or now.st_size < self._offset)
 
     def read(self) -> Iterator[Row | Forget]:
-        """Yield the rows that were added since the last reading."""
+        """Yield the rows that were added to the file since the last call."""
         try:
             with open_regular(self.path) as file:
                 self._inode = os.fstat(file.fileno()).st_ino
@@ -80,7 +80,7 @@ class LogFile:
             self.problems.append(f"{self.path.name}: {problem}")
 
     def _messages(self, kind: Any, records: Iterator[bytes]) -> Iterator[Any]:
-        """Yield the records as messages of protobuf."""
+        """Parse records as protobuf messages of a class, and skip damaged ones."""
         for data in records:
             try:
                 message = kind.FromString(data)
@@ -90,8 +90,8 @@ class LogFile:
             yield message
 
     def _lines(self, file: FileIO) -> Iterator[str]:
-        """Yield whole lines; text after the last line end is still being written, or was cut off."""
-        rest, passed = b"", 0  # `passed` counts the bytes of a line that is too long
+        """Yield complete lines; an incomplete last line may still be in the middle of being written."""
+        rest, passed = b"", 0  # `passed`: bytes read so far of a line that is too long
         while piece := file.read(_PIECE):
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
@@ -110,7 +110,7 @@ class LogFile:
 
 
 class CSVFile(LogFile):
-    """A `metrics.csv` of CSVLogger, or of Lightning's."""
+    """Reader of `metrics.csv`, as instep's and Lightning's CSVLogger write it."""
 
     def _rows(self, file: FileIO) -> Iterator[Row]:
         for line in self._lines(file):
@@ -129,7 +129,7 @@ class CSVFile(LogFile):
 
 
 class JSONLinesFile(LogFile):
-    """A `metrics.jsonl` of JSONLinesLogger: one object for each row, with "step", "time" and metrics."""
+    """Reader of `metrics.jsonl`, as JSONLinesLogger writes it: each line is a JSON object with "step" and "time"."""
 
     def _rows(self, file: FileIO) -> Iterator[Row]:
         for line in self._lines(file):
@@ -140,7 +140,7 @@ class JSONLinesFile(LogFile):
             except (ValueError, RecursionError) as error:
                 self._complain(f"line {self._row}: {error!s:.200}")
                 continue
-            if isinstance(row.get("kind"), str):  # the row is a text, a table, or the files of a picture
+            if isinstance(row.get("kind"), str):  # not metrics, but a text, a table or pictures
                 continue
             step, time_s = _number(row.pop("step", None)), _number(row.pop("time", None))
             pairs = [(name, number) for name, value in row.items() if (number := _number(value)) is not None]
@@ -148,7 +148,7 @@ class JSONLinesFile(LogFile):
 
 
 def _number(value: Any) -> float | None:
-    """Return a JSON value as a number, else None. JSON has no nan: a logger writes it as text, or without quotes."""
+    """Convert a JSON value to a float; None if it is no number. Texts such as "NaN" count: JSON has no such numbers."""
     if type(value) is float:
         return value
     if type(value) is int:
@@ -157,10 +157,10 @@ def _number(value: Any) -> float | None:
 
 
 class TensorBoardFile(LogFile):
-    """An event file of TensorBoard, parsed by its library's message classes.
+    """Reader of a TensorBoard event file, which uses the message classes of TensorBoard's library.
 
-    The library's reader follows any path, accepts any length that a record claims, and spends most of its time on
-    checksums in Python. So this class reads the frames of the records itself.
+    This class does not use the library's reader, which follows any link, accepts any length of a record, and spends
+    most of its time on checksums in Python.
     """
 
     def _rows(self, file: FileIO) -> Iterator[Row | Forget]:
@@ -173,7 +173,7 @@ class TensorBoardFile(LogFile):
                 kind = value.WhichOneof("value")
                 if kind == "simple_value":
                     pairs.append((value.tag, value.simple_value))
-                elif kind == "tensor" and len(value.tensor.float_val) == 1:  # scalars of TensorBoard 2
+                elif kind == "tensor" and len(value.tensor.float_val) == 1:  # scalars as TensorBoard 2 writes them
                     pairs.append((value.tag, value.tensor.float_val[0]))
             if pairs:
                 yield float(event.step), event.wall_time, pairs
@@ -185,7 +185,7 @@ class TensorBoardFile(LogFile):
             while len(head := buffered.read(12)) == 12:
                 (length,) = struct.unpack_from("<Q", head)
                 end = self._offset + length + 16
-                # the record is still being written or was cut off, or this is not an event file
+                # The record is not complete yet, or this is not an event file.
                 if not length or end > size:
                     return
                 if length > MOST_RECORD_BYTES:
@@ -199,11 +199,11 @@ class TensorBoardFile(LogFile):
 
 
 class WandbFile(LogFile):
-    """A `run-<id>.wandb` of Weights & Biases: a LevelDB log of its messages.
+    """Reader of `run-<id>.wandb`, in which Weights & Biases stores its messages in LevelDB's log format.
 
     Attributes:
         config: the hyperparameters that were read so far.
-        exit_code: exit code of the run; None before its end.
+        exit_code: exit code of the run; None if the run has not ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -224,7 +224,7 @@ class WandbFile(LogFile):
                 row: dict[str, float] = {}
                 for item in record.history.item:
                     text = item.value_json
-                    # JSON has no nan, so it is written as text.
+                    # JSON has no nan and infinity, so W&B writes them as text.
                     number = float(text) if _IS_NUMBER(text) else _number(text.strip('"'))
                     if number is not None:
                         row["/".join(item.nested_key) or item.key] = number
@@ -247,15 +247,15 @@ class WandbFile(LogFile):
                 if len(head) < 7:
                     return
                 _, length, kind = struct.unpack("<IHB", head)
-                if not kind and not length:  # the rest of the block is padding
+                if not kind and not length:  # padding up to the end of the block
                     if self._offset <= at - _BLOCK:
-                        return  # stop after one empty block, since a sparse file may have billions of them
+                        return  # two empty blocks: a sparse file may have billions of them
                     at += left
                     buffered.seek(at)
                     continue
                 data = buffered.read(length)
                 if len(data) < length:
-                    return  # the record is still being written, or was cut off
+                    return  # the record is not complete yet
                 at, parts = at + 7 + length, (b"" if kind in (1, 2) else parts) + data
                 if len(parts) > MOST_RECORD_BYTES:
                     parts = b""
@@ -266,7 +266,7 @@ class WandbFile(LogFile):
 
 
 def _parsed(text: str) -> Any:
-    """Parse a value of W&B; return it as text if it is not JSON, such as a nan without quotes."""
+    """Parse a JSON value; return the text itself if it is not JSON, such as a nan without quotes."""
     try:
         return parse_json(text)
     except ValueError:

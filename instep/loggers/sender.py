@@ -1,8 +1,8 @@
-"""The thread of a logger: it opens the tracker, sends the waiting records in order, and closes the tracker.
+"""`Sender`: the thread of a logger, which opens the tracker, sends the waiting records in order, and closes it.
 
-A record that the tracker refuses, or cannot accept now, stays in the backlog and is sent again later; training
-continues. A call of the tracker that never returns blocks only this thread; other threads wait for it with a time
-limit.
+If the tracker does not accept a record, the record stays in the backlog and is sent again later, while training
+continues. A call of the tracker that never returns blocks only this thread, since other threads wait for it with a
+time limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
 
-# before Python 3.11 this class is not the builtin TimeoutError
+# A class of its own before Python 3.11; since then it is the builtin TimeoutError.
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from pathlib import Path
@@ -28,10 +28,10 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.loggers.delivery import Delivery
 
-_PERIOD_S = 0.5  # seconds that a record waits for others that are sent with it
+_PERIOD_S = 0.5  # seconds that a record waits for further records to be sent together
 _LONGEST_PAUSE_S = 60.0
 _MOST_TEXT = 200
-_TRIES = 3  # tries of a record, before the next record shows whether the tracker works
+_TRIES = 3  # attempts to send a record before the next one is tried in its place
 
 _HELD_UP: dict[Path, threading.Thread] = {}
 """Threads that a call of a tracker blocks after the logger was closed, by backlog. The next thread of the same backlog
@@ -39,21 +39,21 @@ waits for them: both would send the record that the call is about."""
 
 
 def in_short(error: Exception | None) -> str:
-    """Format an error in one line, since clients put whole chains of causes into their errors."""
+    """Format an error in one short line, since the errors of some trackers contain long chains of causes."""
     text = clean(" ".join(str(error).split()).rstrip("."))
     return f"{type(error).__name__}: {text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + ' ...'}"
 
 
 class Sender:
-    """Thread that sends a backlog to a tracker, and also opens and closes the tracker.
+    """Thread that opens a tracker, sends it the records of a backlog, and closes it.
 
-    Each failure is a warning, and the record is sent again after a pause, which doubles up to a minute. A record that
-    fails several times while the next one succeeds is moved into the file `<logger>.refused.jsonl`.
+    After a failure the thread warns, and sends the record again after a pause, which doubles up to a minute. A record
+    that fails several times while the next one succeeds is moved to the file `<logger>.refused.jsonl`.
 
     Args:
-        books: those of the logger, by which it opens, writes and closes.
-        name: name of the logger, for texts.
-        backlog: records that wait.
+        books: the logger's `Delivery`, whose methods open the tracker and write to it.
+        name: name of the logger, for messages.
+        backlog: queue of the waiting records.
     """
 
     def __init__(self, books: Delivery, name: str, backlog: Backlog) -> None:
@@ -61,13 +61,13 @@ class Sender:
         self.error: Exception | None = None
         """Why nothing could be sent last; None while it works."""
         self.is_begun = False
-        self._is_started = False  # True if the tracker has to be closed, even if taking over the waiting records failed
-        self._left_over = 0  # number of first records that an earlier process could not send
+        self._is_started = False  # whether the tracker is open, so that it must be closed at the end
+        self._left_over = 0  # number of records at the front that an earlier process left
         self._books, self._name = books, name
         self._failures = 0
-        self._singly = 0  # number of records to send one by one, since one of them was refused
+        self._singly = 0  # number of records to send one by one, after a failure to send them together
         self._next_try_s = 0.0
-        self._hurries = False  # True if records are sent now and not collected first
+        self._hurries = False  # True if records must be sent now, without waiting for more
         self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
         self._wake = backlog.is_many
         self._ends = False
@@ -77,10 +77,10 @@ class Sender:
         self.thread = threading.Thread(target=self._run, name=f"instep-{name}", daemon=True)
         self.thread.start()
 
-    # ---- from any thread
+    # ---- methods for any thread
 
     def begin(self, timeout_s: float) -> None:
-        """Wait until the tracker is open; if opening fails or takes too long, the thread keeps trying.
+        """Wait until the tracker is open. If that fails or takes too long, return; the thread tries again later.
 
         Raises:
             InstepError: the logger's settings are wrong.
@@ -90,7 +90,7 @@ class Sender:
         except NotInTime:
             warn_user(f"{self._name} has not begun after {timeout_s:g} s. Training goes on, and what it logs is kept")
             return
-        except BaseException:  # Ctrl-C may end the wait
+        except BaseException:  # such as KeyboardInterrupt during the wait
             self._end()
             raise
         if isinstance(error, InstepError):
@@ -102,16 +102,16 @@ class Sender:
         self._wake.set()
 
     def ask(self, function: Callable[[], Any], timeout_s: float, after_all: bool = False, early: bool = True) -> Any:
-        """Run a function in the thread and return its result.
+        """Run a function in this thread, wait for it, and return its result.
 
         Args:
-            function: what to run.
-            timeout_s: seconds to wait.
-            after_all: whether to run it only once all records that wait now were sent, or cannot be.
-            early: whether to send also records that would wait for more.
+            function: function without arguments.
+            timeout_s: most seconds to wait.
+            after_all: whether to run it only after an attempt to send all records that wait now.
+            early: with `after_all`, whether to send records too that would still wait to fill a batch.
 
         Raises:
-            TimeoutError: the function did not end in time.
+            TimeoutError: the function did not end within `timeout_s`.
         """
         if threading.current_thread() is self.thread:
             return function()
@@ -126,11 +126,14 @@ class Sender:
         return future.result()
 
     def flush(self, timeout_s: float, early: bool = False) -> bool:
-        """Send the records that are due; write late ones to the disk. Return True if all arrived.
+        """Send the records that are due, and write those that could not be sent to the disk.
 
         Args:
-            timeout_s: seconds to wait.
-            early: whether to send also records that would wait for more.
+            timeout_s: most seconds to wait.
+            early: whether to send records too that would still wait to fill a batch.
+
+        Returns:
+            True if all records that were due have been sent.
         """
         with suppress(TimeoutError):
             self.ask(lambda: None, timeout_s, after_all=True, early=early)
@@ -141,20 +144,20 @@ class Sender:
         return not left
 
     def close(self, finalize: Callable[[], None], timeout_s: float) -> None:
-        """Send all waiting records, close the tracker and end the thread; warn of records that did not arrive.
+        """Send all waiting records, close the tracker and end the thread; warn about records that could not be sent.
 
         Args:
             finalize: function that closes the tracker.
-            timeout_s: most seconds that all of this takes.
+            timeout_s: most seconds for all of this.
         """
         end_s = time.monotonic() + timeout_s
 
         def last() -> None:
-            self._ends = True  # set first, since nothing may be sent to a closed tracker
+            self._ends = True  # set first, so that nothing is sent to a closed tracker
             if self._is_started:
                 finalize()
 
-        self._next_try_s = 0.0  # try once more, whatever the pause is
+        self._next_try_s = 0.0  # end the pause after a failure, to try once more
         self.flush(timeout_s, early=True)
         try:
             self.ask(last, max(0.1, end_s - time.monotonic()))
@@ -165,7 +168,7 @@ class Sender:
         self._end()
         self.thread.join(max(0.1, end_s - time.monotonic()))
         if self.thread.is_alive():
-            self._books.writer.file.stop()  # nothing more is written, so that the number in the warning stays correct
+            self._books.writer.file.stop()  # a late write would make the warning's number wrong
         self.backlog.spill()
         self._warn_of_rest()
         if self.thread.is_alive():
@@ -187,13 +190,13 @@ class Sender:
         if self.backlog.lost:
             warn_user(f"{self._name} lost {self.backlog.lost} records: neither it nor the disk took them")
 
-    # ---- in the thread
+    # ---- code of the thread
 
     def _run(self) -> None:
         if self._before is not None:
             self._before.join()
         while not self._ends:
-            waited = list(self._tasks)  # a task that is added later must come after records that are added later
+            waited = list(self._tasks)  # tasks whose earlier records are sent by the call below
             hurries, self._hurries = self._hurries, False
             if not self._begun.done() or (time.monotonic() >= self._next_try_s and (hurries or self._is_due())):
                 self._try()
@@ -201,7 +204,7 @@ class Sender:
             if not self._tasks and not self._ends:
                 self._wake.wait(_PERIOD_S)
             self._wake.clear()
-        self._run_tasks(())  # the last task closes the tracker
+        self._run_tasks(())  # runs the task that closes the tracker
         while self._tasks:
             self._tasks.popleft()[1].cancel()
         if _HELD_UP.get(self.backlog.path) is self.thread:
@@ -224,7 +227,7 @@ class Sender:
                 if not self._begun.done():
                     self._begun.set_result(None)
             left = len(self.backlog)
-            # New records wait for others, since sending them row by row would cost a request each.
+            # Records that are added in the meantime are sent only when they fill a batch, to save requests.
             while (
                 not self._ends
                 and max(left, len(self.backlog) - BATCH + 1) > 0
@@ -234,14 +237,14 @@ class Sender:
                 self.backlog.drop(written, self._books.writer.file.row_count())
                 left -= written
                 self._failures, self._singly = 0, max(0, self._singly - written)
-                if time.monotonic() > self._noted_s + _PERIOD_S:  # a tracker that never catches up is never idle
+                if time.monotonic() > self._noted_s + _PERIOD_S:  # also while records keep coming
                     self._rest()
                 self._run_tasks(())
             self.error = None
             self._rest()
         except BaseException as error:  # noqa: BLE001  a tracker never ends a run, by SystemExit neither
             if self._ends and group:
-                return  # the thread was stopped, and a warning has named what is not sent
+                return  # `close` has warned about the records that are not sent
             self._singly = self._singly or self._books.in_doubt
             self._note_failure(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             if self._failures >= _TRIES and group and self._next_one_goes():
@@ -271,7 +274,7 @@ class Sender:
 
     def _next_one_goes(self) -> bool:
         try:
-            self.backlog.spill(sync=False)  # so that both records are in the file, or both in memory
+            self.backlog.spill(sync=False)  # `peek` cannot return one record from the file and one from memory
             second = self.backlog.peek(2)[1:]
             if second:
                 self._books.write(second)
@@ -283,21 +286,21 @@ class Sender:
         names = clean(", ".join(record.names()) or record.hook)
         self._warn(f"{self._name} refuses {names}: {in_short(self.error)}")
         try:
-            # The refused record is kept without a step, since the last step of its metrics is that of later records.
+            # Without a step, since a later record of the metric was sent, and a smaller step would be skipped.
             self.backlog.refuse(record._replace(step=None), self.backlog.seal)
         except OSError:
             self.backlog.lost += 1
-        self.backlog.drop(2, self._books.writer.file.row_count())  # the record after the refused one has arrived
+        self.backlog.drop(2, self._books.writer.file.row_count())  # the refused record and the next one, which was sent
         self._failures, self._next_try_s = 0, 0.0
 
     def _warn(self, text: str) -> None:
         try:
             warn_user(text)
-        except Warning:  # the user made warnings errors, but this thread cannot end the run
+        except Warning:  # warnings may be errors, but must not end this thread
             print(clean(text), file=sys.stderr)  # noqa: T201
 
     def _run_tasks(self, waited: Collection[Any]) -> None:
-        """Run the tasks that may run at any time, and tasks whose earlier records have all been sent."""
+        """Run the functions that `ask` has queued; those with `after_all` only if they are in `waited`."""
         for _ in range(len(self._tasks)):
             function, future, late = task = self._tasks.popleft()
             if late and task not in waited:

@@ -1,4 +1,4 @@
-"""SwanLab, online and offline."""
+"""`SwanLabLogger`: log to SwanLab, online or offline."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from instep.utils.imports import require
 if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Image, Video
 
-# Seconds. By default SwanLab's thread waits 0.5 s for more values, and a checkpoint would have to wait too.
+# Seconds that SwanLab's thread waits for more values. Its default of 0.5 s would delay each checkpoint.
 _GATHER_S = 0.05
 _WRITE_S = 10.0
 
 
 class SwanLabLogger(Logger):
-    """Writes metrics to SwanLab: online, or offline into `<run folder>/swanlog` for a later `swanlab sync`.
+    """Write metrics to SwanLab: online, or offline into `<run folder>/swanlog` for a later `swanlab sync`.
 
-    The run's id is in `state_dict`, so a resumed run continues the same SwanLab run. Offline it adds a folder with that
-    id, and values in earlier folders are not written again. A checkpoint waits until SwanLab's own thread has written
-    all earlier values to its file. SwanLab accepts a value of a metric only at a later step than the metric's last
-    value.
+    `state_dict` holds the run's id, so that a resumed run continues the same SwanLab run. Offline it adds a folder with
+    that id, and does not write values again that earlier folders have. A checkpoint waits until SwanLab's own thread
+    has written all earlier values to its file. SwanLab accepts a value of a metric only at a later step than the
+    metric's last value.
 
     Args:
-        project: the project. None: SWANLAB_PROJ_NAME, else the working directory's name.
-        workspace: the user or organization.
-        experiment_name: the run's name.
-        description: a text about the run.
-        log_dir: where SwanLab makes its folders. None: `swanlog` in the run folder.
-        mode: "online", "offline", "local" or "disabled". None: SWANLAB_MODE, else online.
+        project: name of the project. None: the variable SWANLAB_PROJ_NAME, else the name of the working directory.
+        workspace: the user or organization that owns the project.
+        experiment_name: name of the run.
+        description: text about the run.
+        log_dir: folder in which SwanLab makes its folders. None: `swanlog` in the run folder.
+        mode: "online", "offline", "local" or "disabled". None: the variable SWANLAB_MODE, else online.
         tags: labels of the run.
-        id: the id of a run to continue.
-        **kwargs: `save_dir`, `prefix` and the others of `Logger`, and further arguments of `swanlab.init`.
+        id: id of a run to continue.
+        **kwargs: arguments of `Logger`, such as `save_dir` and `prefix`, and further arguments of `swanlab.init`.
 
     Example:
         >>> logger = SwanLabLogger(project="digits", mode="offline")  # doctest: +SKIP
@@ -46,7 +46,7 @@ class SwanLabLogger(Logger):
     project_argument = "project"
     _NEEDS = ("swanlab", "swanlab")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # seconds; the run begins even if the server does not answer
+    _start_timeout_s = 15.0  # seconds to wait for the server; then the run begins without it
     _SYNC = ("project", "workspace", "mode", "log_dir")
     _PATHS = {"log_dir": ""}
 
@@ -83,7 +83,7 @@ class SwanLabLogger(Logger):
 
     def _init(self) -> Any:
         folder = self._log_dir or (self._save_dir or self.delivery.folder) / "swanlog"
-        # Not interactive, since nobody can answer a question in a thread.
+        # SwanLab must not ask questions on the terminal, since this is a thread in the background.
         given = {"settings": self._swanlab.Settings(interactive=False), **self._given}
         try:
             return self._swanlab.init(
@@ -120,7 +120,7 @@ class SwanLabLogger(Logger):
     def _delivered(self) -> dict[str, int]:
         proto = require("swanlab.proto.swanlab.record.v1.record_pb2", extra="swanlab", purpose="SwanLabLogger")
         store = require("swanlab.sdk.internal.core_python.store", extra="swanlab", purpose="SwanLabLogger")
-        last: dict[str, int] = {}  # of an online run nothing is known, but the service accepts no step twice
+        last: dict[str, int] = {}  # stays empty online: the service itself ignores a step that it has
         folder, here = self._tracker.dir.parent, self._tracker.mode in ("offline", "local")
         for file in sorted(folder.glob("run-*/*.swanlab")) if here else ():
             if file.stem == f"run-{self.version}" and file.parent != self._tracker.dir and file.stat().st_size:
@@ -165,7 +165,7 @@ class SwanLabLogger(Logger):
             self._tracker._core._store.ensure_flushed()
 
     def _finalize(self, status: str) -> None:
-        # False if SwanLab's own exit hook has ended the run of a program that failed
+        # After an error of the program, SwanLab's own exit hook may have ended the run already.
         if self._ours and self._tracker.alive:
             state = {"success": "success", "interrupted": "aborted"}.get(status, "crashed")
             self._tracker.finish(state, error=None if status == "success" else status)

@@ -1,4 +1,4 @@
-"""Sending the records of a run folder that trackers did not accept during the run: `instep runs sync`."""
+"""Send the records that wait in a run folder since trackers did not accept them: the command `instep runs sync`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from instep.utils.untrusted_files import open_regular
 _STEM = re.compile(r"[A-Za-z_][A-Za-z0-9_]*?(?:-(?P<number>[0-9]{1,4}))?(?:-rank-(?P<rank>[0-9]{1,6}))?")
 _TRIES = 3
 _PAUSE_S = 2.0
-_FEW = 20  # most files that the text names
+_FEW = 20  # most files that the question to the user lists
 _NETWORK = ("http", "https", "aim")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:").match
-_PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path that every package reads as a plain path
-# Variables that a program needs to run, or to reach the network.
+_PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path without characters that mean something in a URL
+# Beginnings of the environment variables that a program needs to run and to reach the network.
 _KEPT = (
     *("PATH", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "TMP", "TEMP", "VIRTUAL_ENV", "SYSTEMROOT"),
     *("SSL_CERT", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
@@ -52,7 +52,7 @@ _KEPT = (
 
 
 class Sent(NamedTuple):
-    """Outcome of sending a logger's backlog: how many records waited, how many still wait, and why."""
+    """The result of sending a logger's backlog: how many records waited, how many still wait, and why."""
 
     logger: str
     waited: int
@@ -61,29 +61,32 @@ class Sent(NamedTuple):
 
 
 def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None = None) -> Iterator[Sent]:
-    """Send the waiting records of a run folder to where its loggers wrote, in the order in which they were logged.
+    """Send the records that wait in a run folder to the trackers of its loggers, in the order of logging.
 
-    A note beside the records names the logger. The note is read as data: only a registered logger is made, and only
-    with its own plain arguments. If this user's instep did not write the note and the records, they are sent only where
-    the user agrees. Then no file from outside of the run folder is sent, nothing is written outside of it, and a host
-    that the note names gets none of the user's credentials.
+    The note, a JSON file beside the records, names the logger and its arguments. Only a registered logger class is
+    made, with plain values as arguments. If the note and the records were not written by this user, they are sent only
+    if the user agrees. In that case no file from outside of the run folder is sent, nothing is written outside of it,
+    and a host that the note names gets none of the user's credentials.
 
     Args:
         run: the run folder.
-        timeout_s: seconds that one logger may take.
-        ask: function that is called before records are sent that this user's instep did not write. It gets a text of
-            what would be sent where, and raises to refuse. None: such records are refused.
+        timeout_s: most seconds for each logger.
+        ask: function that is called before records are sent that another user may have written. It gets a text that
+            says what would be sent where, and raises an error to refuse. None: such records are not sent.
+
+    Yields:
+        The result for each logger.
 
     Raises:
-        SettingError: the logger is not known, a file belongs to another user, or something leads out of the folder.
-        InstepError: the run is still going on, or the logger cannot be opened.
+        SettingError: the logger is not known, a file belongs to another user, or a path leads out of the run folder.
+        InstepError: the run has not ended, or the logger cannot be opened.
     """
     run = run.absolute()
     folder = run / "loggers"
     check_no_link(folder)
     for file in sorted(folder.glob("*.jsonl")):
         if file.name.endswith(".refused.jsonl") and file.with_name(file.name.replace(".refused", "")).exists():
-            continue  # the refused records are sent with the others
+            continue  # sent together with the records of the other file
         note = file.with_name(file.name.removesuffix(".jsonl").removesuffix(".refused") + ".json")
         yield _send(run, note, timeout_s, ask or _refuse)
 
@@ -117,7 +120,7 @@ def _send(run: Path, path: Path, timeout_s: float, ask: Callable[[str], None]) -
             raise SettingError(f"{why}: what came with a run folder may not lead out of it")
     elif not folder.is_absolute() and folder.parts and not (run / folder).resolve().is_relative_to(run.resolve()):
         raise SettingError(f"{run / folder} leads out of the run folder by a link")
-    if refused.exists():  # refused records are tried again, before all others
+    if refused.exists():  # send the refused records again, before the others
         replace(backlog, b"".join([*_lines(refused), *_lines(backlog)]))
         refused.unlink()
     match = _STEM.fullmatch(path.stem)
@@ -143,18 +146,21 @@ def _check_file(file: Path) -> None:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the waiting lines of a file; the first character of a line that has arrived is overwritten."""
+    """Yield the lines of waiting records in a file; the first character "[" of a sent record's line is overwritten."""
     with suppress(FileNotFoundError), BufferedReader(open_regular(file)) as lines:
         yield from (line.rstrip(b"\n") + b"\n" for line in lines if line.startswith(b"["))
 
 
 def _settle_places(kind: type[Logger], arguments: dict[str, Any], run: Path) -> bool:
-    """Decide the places in an untrusted note; return True if one is a host that the user's settings do not name.
+    """Check or replace the paths, URLs and hosts among the arguments in a note that another user may have written.
 
-    A place that the environment names replaces the note's place.
+    A path or host in the user's environment variables replaces that of the note.
+
+    Returns:
+        True if the note names a host that the user's own settings do not name.
 
     Raises:
-        SettingError: a place is outside of the run folder.
+        SettingError: a path is outside of the run folder.
     """
     places = {**kind._PATHS, **kind._HOSTS}
     for name in arguments.keys() & places.keys():
@@ -187,13 +193,13 @@ def _settle_places(kind: type[Logger], arguments: dict[str, Any], run: Path) -> 
                 f"{kind.__name__}({name}={arguments[name]!r:.200}), as a note says that you did not write, leads out "
                 f"of {run}"
             )
-    if not known:  # a logger of another package may not list which arguments are places
+    if not known:  # in a logger of another package, any argument may be a host
         hosts |= arguments.keys() - {"name", *kind._PATHS}
     return bool(hosts)
 
 
 def _local(place: str) -> tuple[str, str | None]:
-    """Split a local place into the part before the path, and the path; None for a path on a host."""
+    """Split a path or file URL into its prefix ("sqlite:///" or "") and the path; the path is None for other URLs."""
     for before, kept in (("sqlite:///", "sqlite:///"), ("file://", ""), ("file:", "")):
         if place.startswith(before):
             return kept, place.removeprefix(before)
@@ -201,7 +207,7 @@ def _local(place: str) -> tuple[str, str | None]:
 
 
 def _home(note: dict[str, Any], kind: type[Logger], arguments: dict[str, Any]) -> Path:
-    """Return the folder to which relative paths in this user's note refer."""
+    """Return the working directory of the run, to which relative paths in the note refer."""
     home = Path(str(note.get("cwd")))
     if home.is_dir():
         return home
@@ -214,7 +220,7 @@ def _home(note: dict[str, Any], kind: type[Logger], arguments: dict[str, Any]) -
 def _question(
     run: Path, note: Path, kind: type[Logger], arguments: dict[str, Any], waiting: list[bytes], to: str
 ) -> str:
-    """Describe what would be sent, and where."""
+    """Return the text that describes to the user what would be sent where."""
     lines = [f"{note} was not written by you, or not here. It has {len(waiting):,} records that would be sent by"]
     lines.append(f"  {kind.__name__}({', '.join(f'{name}={value!r:.200}' for name, value in arguments.items())}) {to}")
     files: list[str] = []
@@ -229,11 +235,14 @@ def _question(
 
 @contextmanager
 def _apart(home: Path | None, bare: bool) -> Iterator[list[threading.Thread]]:
-    """Work in another folder in a `with` block; the yielded list collects threads that are still running afterwards.
+    """Change the working directory for a `with` block, and with `bare` the environment variables too.
 
     Args:
-        home: the folder; None for an empty one, in which no package finds settings.
-        bare: without the user's variables, and without files of a home folder: no package finds a password or a key.
+        home: the working directory. None: an empty folder, in which no package finds settings.
+        bare: whether to hide the user's environment variables and home folder, so that no package finds a password.
+
+    Yields:
+        A list for threads that still run after the block. If there are any, the variables stay hidden.
     """
     before, variables, threads = os.getcwd(), dict(os.environ), list[threading.Thread]()
     with tempfile.TemporaryDirectory(prefix="instep-sync-") as empty:
@@ -247,7 +256,7 @@ def _apart(home: Path | None, bare: bool) -> Iterator[list[threading.Thread]]:
             yield threads
         finally:
             os.chdir(before)
-            if not threads:  # only a process that continues would find them
+            if not threads:  # a thread that still runs must not find the user's passwords
                 _set_variables(variables)
 
 
@@ -270,9 +279,9 @@ def _class_of(text: str, note: Path) -> type[Logger]:
 
 
 def _check_free(backlog: Path, name: str) -> None:
-    """Raise if a running process holds the backlog."""
+    """Raise an error if another process, whose run has not ended, has locked the backlog file."""
     with suppress(ImportError, FileNotFoundError):
-        import fcntl  # imported late: not on every platform
+        import fcntl  # imported late: Windows does not have it
 
         with open_regular(backlog) as file:
             try:

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written without torch's SummaryWriter and without a server."""
+"""`TensorBoardLogger`: write TensorBoard event files, without torch's SummaryWriter."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 
     from instep.loggers.kinds import Audio, Histogram, Image, Table, Video
 
-_NUMBERS = count()  # a counter in the name of each file, since this process may make several in one second
+_NUMBERS = count()  # numbers in file names, since two files of one second have the same time
 
 
 class TensorBoardLogger(Logger):
-    """Writes metrics as TensorBoard event files into the run folder: `tensorboard --logdir <folder>` shows them.
+    """Write metrics as TensorBoard event files into the run folder: `tensorboard --logdir <folder>` shows them.
 
-    This logger writes records of TensorBoard's library, but without the library's thread, which loses records if the
-    disk is full. torch's SummaryWriter, whose import takes nine times as long, is loaded only if `experiment` is used.
-    Hyperparameters are written for the HParams tab, which shows all the run's scalars as metrics, and into
-    `hparams.yaml`. TensorBoard keeps float32.
+    The records are those of TensorBoard's library, but are written without the library's thread, which loses records if
+    the disk is full. torch's SummaryWriter, whose import takes nine times as long, is imported only if `experiment` is
+    used. Hyperparameters are written for the HParams tab, which shows all scalars of the run as metrics, and into
+    `hparams.yaml`. TensorBoard stores scalars as float32.
 
-    A resumed run writes a new event file into the same folder. The first record of this file tells TensorBoard to drop
-    the points that were logged after the checkpoint.
+    A resumed run writes a new event file into the same folder. The first record of this file makes TensorBoard drop the
+    points that were logged after the checkpoint.
 
     Args:
-        save_dir: where run folders go; the first logger that has one decides. None: the run folder.
-        name: with `save_dir`, the folder below it.
-        version: with `save_dir`, the folder below that; see `Logger`.
+        save_dir: folder for the folders of runs; the first logger that has one decides. None: use the run folder.
+        name: name of a folder below `save_dir`; used only with `save_dir`.
+        version: number or name of the run's folder below that; used only with `save_dir`. None: the next free number.
         log_graph: draw the model's graph at the start of fit, with its `example_input_array`.
-        default_hp_metric: where hyperparameters come without a metric, write the metric `hp_metric` as -1, so that
-            the HParams tab has a column for it; `self.log("hp_metric", value)` fills it.
-        prefix: put before every metric's name, joined by "-".
-        sub_dir: a folder below all that.
-        flush_s: seconds after which events are on the disk at the latest; 500 rows of metrics are written at once.
-        **options: `x_axis` and the others of `Logger`.
+        default_hp_metric: if hyperparameters are logged without a metric, write the metric `hp_metric` with the value
+            -1, so that the HParams tab has a column for it; `self.log("hp_metric", value)` sets it.
+        prefix: text to put before every metric's name, joined by "-".
+        sub_dir: name of a folder below the run's folder.
+        flush_s: most seconds until events are written to the disk; 500 waiting rows of metrics are written immediately.
+        **options: further arguments of `Logger`, such as `x_axis`.
 
     Raises:
         SettingError: `flush_s` is not positive.
@@ -93,14 +93,14 @@ class TensorBoardLogger(Logger):
         self._has_hp_metric = False
 
     def _experiment(self) -> Any:
-        """Return a `torch.utils.tensorboard.SummaryWriter` on the same folder; it is slow to import."""
+        """Return a `torch.utils.tensorboard.SummaryWriter` that writes into the same folder."""
         if self._summary_writer is None:
             module = require("torch.utils.tensorboard", extra=None, purpose="TensorBoardLogger.experiment")
             self._summary_writer = module.SummaryWriter(self.log_dir)
         return self._summary_writer
 
     def _start(self) -> None:
-        # These imports are slow, 0.2 s together.
+        # Imported late: these modules take 0.2 s.
         self._event = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="TensorBoardLogger")
         self._proto = require("tensorboard.compat.proto.summary_pb2", extra=None, purpose="TensorBoardLogger")
         delivery = self.delivery
@@ -158,7 +158,7 @@ class TensorBoardLogger(Logger):
     def _log_video(self, name: str, videos: list[Video], step: int) -> None:
         for key, video in numbered(name, videos):
             _, height, width, channels = video.array.shape
-            kind = self._proto.Summary.Image  # TensorBoard shows a GIF among its images
+            kind = self._proto.Summary.Image  # TensorBoard shows a GIF as an image
             moving = kind(height=height, width=width, colorspace=channels, encoded_image_string=video.gif())
             self._add_value(key, step, image=moving)
 
@@ -222,10 +222,10 @@ class TensorBoardLogger(Logger):
                 "to run the model with. Give example_input, or set `example_input_array` on the module."
             )
             return
-        # Imported late: it loads torch, which a logger alone does not need
+        # Imported late: loads torch, which a logger alone does not need.
         from instep.distributed import send_to_device
 
-        # Imported late: it loads torch, which a logger alone does not need
+        # Imported late: loads torch, which a logger alone does not need.
         from instep.utils.jit import readable_by_jit
 
         parameter = next(iter(module.parameters()), None)
@@ -255,14 +255,14 @@ class TensorBoardLogger(Logger):
 
 
 class _EventFile(OutputFile):
-    """Event file of one process, in a folder that may hold files of earlier processes."""
+    """The event file of this process, in a folder that may contain event files of earlier processes."""
 
     def __init__(self, flush_s: float) -> None:
         self._flush_s = flush_s
-        self._there: set[tuple[int, float]] | None = None  # step and time of the events that were in the files before
+        self._there: set[tuple[int, float]] | None = None  # step and time of the folder's events; None: not read
 
     def open(self, folder: Path) -> bool:
-        """Make the file; return True if the folder has others."""
+        """Create the file; return True if the folder already has event files of earlier processes."""
         folder.mkdir(parents=True, exist_ok=True)
         earlier, self._there = any(folder.glob("events.out.tfevents.*")), None
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS):06}"
@@ -270,7 +270,7 @@ class _EventFile(OutputFile):
         return earlier
 
     def write(self, events: list[Any]) -> None:
-        """Append events: all, or none."""
+        """Append events to the file, either all or none."""
         records = require("tensorboard.summary.writer.record_writer", extra=None, purpose="TensorBoardLogger")
         framed = io.BytesIO()
         writer = records.RecordWriter(framed)
@@ -279,7 +279,7 @@ class _EventFile(OutputFile):
         self.opened.append(framed.getvalue())
 
     def scalars_up_to(self, last: int) -> dict[str, int]:
-        """Return the last step of each scalar, among those that a resumed run keeps."""
+        """Return the last step of each scalar in the folder's files, up to the step `last`."""
         has: dict[str, int] = {}
         for event in self._all_events():
             if event.HasField("session_log"):
@@ -298,7 +298,7 @@ class _EventFile(OutputFile):
         return time.time() - first.time_s >= self._flush_s or first.hook != "_log_metrics"
 
     def _all_events(self) -> Iterator[Any]:
-        """Yield the events in the folder's files, in their order."""
+        """Yield the events of all event files in the folder, the oldest first."""
         reader = require(
             "tensorboard.backend.event_processing.event_file_loader", extra=None, purpose="TensorBoardLogger"
         )

@@ -1,4 +1,4 @@
-"""Trackio: a database on this machine, your own server, or a Hugging Face Space."""
+"""`TrackioLogger`: log to Trackio, into a database on this machine, to a server or to a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ if TYPE_CHECKING:
     from instep.loggers.backlog import Row
     from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
 
-# Trackio puts "__" before a metric with one of these names.
+# Trackio uses these names itself: it puts "__" before a metric with such a name.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
 
 
 class TrackioLogger(Logger):
-    """Writes to Trackio, into its folder of all projects; `trackio show --project <project>` shows them.
+    """Write to Trackio, into its folder with the databases of all projects.
 
-    A resumed run continues the Trackio run of the same name. So give runs different names, or no name, for which
-    Trackio chooses one. For a database on this machine, this logger writes the rows itself, and raises if a row cannot
-    be written. To a server or a Space, Trackio sends the rows from its own thread.
+    `trackio show --project <project>` shows the runs. A resumed run continues the Trackio run of the same name. So runs
+    need different names; without a name, Trackio chooses one. Into a database on this machine, this logger writes the
+    rows itself, and raises an error if a row cannot be written. To a server or a Space, Trackio sends the rows from its
+    own thread.
 
     Args:
-        project: the project. None: "instep_runs".
-        name: the run's name.
-        save_dir: the folder of all projects. None: TRACKIO_DIR, else Trackio's own in `~/.cache/huggingface`.
-        version: the name of a run to go on with.
-        prefix: put before every name, joined by "-".
-        **init: `x_axis` and the others of `Logger`, and further arguments of `trackio.init`: space_id, server_url,
+        project: name of the project. None: "instep_runs".
+        name: name of the run.
+        save_dir: folder of all projects. None: the variable TRACKIO_DIR, else Trackio's folder in
+            `~/.cache/huggingface`.
+        version: name of a run to continue.
+        prefix: text to put before every name, joined by "-".
+        **init: arguments of `Logger`, such as `x_axis`, and further arguments of `trackio.init`: space_id, server_url,
             group, auto_log_gpu, ...
 
     Example:
@@ -64,17 +66,17 @@ class TrackioLogger(Logger):
         super().__init__(save_dir, name, version, prefix, **options)
         self._project = project or RUNS
         self._space_id, server = init.get("space_id"), init.get("server_url")
-        # Such an address may contain a token, so it is not kept; `instep runs sync` uses TRACKIO_SERVER_URL.
+        # Do not store a URL that may contain a token; `instep runs sync` reads TRACKIO_SERVER_URL instead.
         self._server_url = None if server is None or "?" in server or "@" in server else server
         self._init = init
-        self._config: dict[str, Any] | None = None  # configuration that is not in the database yet
+        self._config: dict[str, Any] | None = None  # hyperparameters that are not in the database yet
 
     def _start(self) -> None:
         folder = self._save_dir
         if self.delivery.is_strangers and "TRACKIO_DIR" not in os.environ:
             folder = self.delivery.folder
         if folder is not None and "trackio" not in sys.modules:
-            os.environ["TRACKIO_DIR"] = str(folder.absolute())  # Trackio reads the variable when it is imported
+            os.environ["TRACKIO_DIR"] = str(folder.absolute())  # Trackio reads this variable when it is imported
         trackio = self._package()
         if folder is not None and folder.absolute() != trackio.utils.TRACKIO_DIR:
             raise SettingError(
@@ -108,7 +110,7 @@ class TrackioLogger(Logger):
             for metrics, row in zip(named, rows, strict=True):
                 self._tracker.log(metrics, step=row.step)
             return
-        # `Run.log` would return before the rows are in the database, and only warn if writing them fails.
+        # Trackio's `Run.log` is not used: it returns before the rows are written, and only warns if that fails.
         self._storage.bulk_log(
             self._project,
             self._tracker.name,
@@ -144,7 +146,7 @@ class TrackioLogger(Logger):
             self._log_file(key, self._package().Video, ".gif", video.gif(), video.caption, step)
 
     def _log_file(self, name: str, kind: Any, ending: str, data: bytes, caption: str | None, step: int) -> None:
-        # Written to a file first, since Trackio would call ffmpeg for an array, and change the volume.
+        # Write a file first: for an array, Trackio would call ffmpeg, and change the volume of a sound.
         with TemporaryDirectory() as folder:
             (file := Path(folder) / f"file{ending}").write_bytes(data)
             self._tracker.log({name: kind(file, caption=caption)}, step=step)

@@ -1,8 +1,8 @@
-"""Trust in the files of `<run>/loggers`, which anybody may have written.
+"""Check the files of `<run>/loggers`, which another user or program may have written.
 
-The note beside a backlog says where its records are sent. Notes and lines that this user's instep wrote carry this
-user's mark (`instep.utils.private_files`). A note without the mark is not trusted. A record without it is sent only if
-no path in it leads out of the run folder.
+The note, a JSON file beside a backlog of records, says where the records are sent. Notes and records that this user has
+written carry this user's mark, a digest with a secret key (`instep.utils.private_files`). A note without the mark is
+not trusted. A record without the mark is sent only if no path in it leads out of the run folder.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _VALUES = (str, int, float, bool, type(None))
 
 
 def signed(note: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a note with this user's mark."""
+    """Return a copy of a logger's note with a mark which proves that this user wrote it."""
     return {**note, "mark": mark(dict(note))}
 
 
 def is_signed(note: Mapping[str, Any]) -> bool:
-    """Return True if a note has this user's mark."""
+    """Return True if a logger's note has the mark which proves that this user wrote it."""
     return is_own({key: value for key, value in note.items() if key != "mark"}, note.get("mark"))
 
 
 def seal_of(path: Path) -> Seal:
-    """Return the seal for the lines beside a note: this user's if the note has it."""
+    """Return the object that marks the records beside a note, with the note's id if this user wrote the note."""
     note = read_note(path)
     return Seal(str(note["id"]) if "id" in note and is_signed(note) else uuid4().hex)
 
 
 def version_in(note: Mapping[str, Any]) -> int | str | None:
-    """Return the version that a note contains.
+    """Return the run's version from a logger's note.
 
     Raises:
-        SettingError: the version leads out of a folder, or is neither a folder's name nor a number.
+        SettingError: the version is not None, a number or the name of a folder.
     """
     version = note.get("version")
     if not is_version(version):
@@ -56,28 +56,28 @@ def version_in(note: Mapping[str, Any]) -> int | str | None:
 
 
 def is_version(version: Any) -> bool:
-    """Return True if a version is a number, None, or a name that stays in its folder."""
+    """Return True if a version is None, a number, or a folder name without separators or ".."."""
     name = str(version)
     return isinstance(version, int | str | None) and name != ".." and PurePath(name).name == name and "\0" not in name
 
 
 def sent_in(note: Mapping[str, Any]) -> dict[str, int]:
-    """Return the last step of each name in a note; values that are not valid steps are left out."""
+    """Return the last sent step of each metric from a logger's note; invalid entries are left out."""
     sent = note.get("sent")
     return {name: step for name, step in sent.items() if type(step) is int} if isinstance(sent, dict) else {}
 
 
 def status_in(note: Mapping[str, Any]) -> str:
-    """Return how the run ended according to its note; "interrupted" if the note gives no known status."""
+    """Return how the run ended, from a logger's note; "interrupted" if the note has no valid status."""
     status = note.get("status")
     return status if status in _STATUS else "interrupted"
 
 
 def arguments_in(note: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the logger's arguments that a note contains.
+    """Return the arguments of the logger from its note.
 
     Raises:
-        SettingError: an argument is no plain value.
+        SettingError: an argument is not a string, number, bool or None.
     """
     given = note.get("arguments")
     arguments = given if isinstance(given, dict) else {}
@@ -88,7 +88,7 @@ def arguments_in(note: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def files_of(record: Record) -> Iterator[Path]:
-    """Yield the paths in a record, whose files a logger would send."""
+    """Yield the paths of the files that a logger would read and send for a record."""
     parts: list[Any] = list(record.args)
     while parts:
         part = parts.pop()
@@ -103,10 +103,10 @@ def files_of(record: Record) -> Iterator[Path]:
 
 
 def why_not(record: Record, run: Path) -> str:
-    """Return why a record without this user's mark is not sent; "" if it may be sent.
+    """Return the reason not to send a record that another user may have written; "" if it may be sent.
 
     Args:
-        record: record from a file in the run folder.
+        record: record from a backlog file in the run folder.
         run: the run folder.
     """
     if record.hook not in _HOOKS:
@@ -124,14 +124,14 @@ def why_not(record: Record, run: Path) -> str:
 
 
 def why_outside(path: Path, folder: Path, exists: bool = True) -> str:
-    """Return which path in a file or folder leads out of its parent folder; "" if none does.
+    """Return the reason why a file, or a folder with all its content, may lead out of a parent folder; "" if none.
 
-    Symbolic links and hard links count as leading out, and so does what is neither a file nor a folder.
+    Symbolic links, hard links and special files count as leading out.
 
     Args:
-        path: the path of the file or folder.
-        folder: the folder that nothing may lead out of.
-        exists: whether the path must exist.
+        path: path of the file or folder to check.
+        folder: the parent folder.
+        exists: whether a missing path is a reason too.
     """
     root = folder.resolve()
     try:
@@ -153,7 +153,7 @@ def why_outside(path: Path, folder: Path, exists: bool = True) -> str:
 
 
 def why_links(folder: Path) -> str:
-    """Return which link in a folder leads out of it, or which entry is no file or folder; "" if there is none."""
+    """Return which symbolic link in a folder leads out of it, or which entry is a special file; "" if none."""
     root = folder.resolve()
     for place in _below(folder):
         try:
@@ -173,6 +173,6 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def leads_out(name: str) -> bool:
-    """Return True if a name, as a path, leads out of a folder."""
+    """Return True if a name, used as a relative path, would lead out of its folder."""
     parts = name.replace("\\", "/").split("/")
     return ".." in parts or name.startswith(("/", "~", "\\")) or "\0" in name

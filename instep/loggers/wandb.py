@@ -1,4 +1,4 @@
-"""Weights & Biases, online and offline."""
+"""`WandbLogger`: log to Weights & Biases (W&B), online or offline."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _STEP = "trainer/global_step"
 _POLICY = choice("mutable", "immutable")
 _MODE = choice("online", "offline", "disabled", "shared")
-_FLUSH_S = 0.05  # seconds; W&B's own 15 s of data would be lost if the process is killed
+_FLUSH_S = 0.05  # seconds between W&B's writes to disk (default 15 s); a killed process loses the values since then
 _SECONDS = above_zero("of seconds above 0")
 
-# Error texts of W&B's service and Go's network stack if the server cannot be reached. Other answers of the server (a
-# wrong key, an unknown entity) are for the user to correct, and going offline must not hide them.
+# Parts of the error texts of W&B and Go's network library if the server cannot be reached. Only then the run continues
+# offline: other errors (a wrong key, an unknown entity) must be raised for the user to correct.
 _NO_NETWORK = (
     "timed out",
     "timeout",
@@ -48,42 +48,43 @@ _OPEN: set[str] = set()
 
 
 class WandbLogger(Logger):
-    """Writes metrics to Weights & Biases: online, or offline into `<log_dir>/wandb` for a later `wandb sync`.
+    """Write metrics to Weights & Biases: online, or offline into `<log_dir>/wandb` for a later `wandb sync`.
 
-    Training never waits for a missing network. Before the first step the logger tries to connect for `init_timeout_s`;
-    then the run continues offline with a warning (or, with `fall_back_offline=False`, ends with an error). During the
-    run W&B's own process sends in the background. At the end the logger waits for at most `finish_timeout_s`; values
-    that were not sent stay in the folder for `wandb sync`. A missing API key is an error before the first step.
+    Training never waits for a missing network. Before the first step the logger tries to connect for `init_timeout_s`
+    seconds; then the run continues offline with a warning, or ends with an error if `fall_back_offline` is False.
+    During the run W&B's own process sends the values in the background. At the end the logger waits for at most
+    `finish_timeout_s` seconds; values that were not sent stay in the folder for `wandb sync`. A missing API key is an
+    error before the first step.
 
-    The x axis of every metric is `trainer/global_step`. The run's id is in `state_dict`, so a resumed run continues the
-    same W&B run. Offline it adds a folder with the same id, which `wandb sync` joins with the first. A run that the
-    user's script opened by `wandb.init` is used as it is, and left open. `finalize` closes the run; logging or testing
-    after that continues it.
+    The x-axis of every metric is `trainer/global_step`. `state_dict` holds the run's id, so that a resumed run
+    continues the same W&B run. Offline it adds a folder with the same id, which `wandb sync` joins with the first one.
+    If the script has called `wandb.init`, that run is used without changes, and left open. `finalize` closes the run;
+    logging or testing after that continues the same run.
 
     Args:
-        name: the run's display name.
-        save_dir: the logger's own folder. None: the run folder.
-        version: the run's id; the same as `id`.
+        name: display name of the run.
+        save_dir: folder for the logger's files. None: the run folder.
+        version: id of the run; the same as `id`.
         offline: the same as `mode="offline"`.
         dir: the same as `save_dir`.
-        id: the run's id, up to 128 letters, digits, `-` and `_`; drawn anew if None.
-        anonymous: let W&B take runs without an account.
-        project: the project. None: WANDB_PROJECT, else W&B's default.
-        log_model: "all" each checkpoint as it is saved, "best" or True the best one at the end, as an artifact.
-        experiment: a run made by `wandb.init`, used as it is and left open.
-        prefix: put before every metric's name, joined by "-".
-        checkpoint_name: the artifact's name. None: "model-<id>".
-        add_file_policy: "mutable" copies a checkpoint's files before they are sent; "immutable" does not.
-        mode: "online", "offline", "disabled" or "shared". None: WANDB_MODE, else online.
+        id: id of the run, up to 128 letters, digits, `-` and `_`. None: a new random id.
+        anonymous: whether W&B accepts the run without an account.
+        project: name of the project. None: the variable WANDB_PROJECT, else W&B's default.
+        log_model: which checkpoints to log as artifacts: "all": each one when it is saved; "best" or True: the best one
+            at the end of fit.
+        experiment: a run made by `wandb.init`, which is used without changes and left open.
+        prefix: text to put before every metric's name, joined by "-".
+        checkpoint_name: name of the checkpoints' artifact. None: "model-<id>".
+        add_file_policy: "mutable": copy a checkpoint's files before they are sent. "immutable": do not copy them.
+        mode: "online", "offline", "disabled" or "shared". None: the variable WANDB_MODE, else online.
         init_timeout_s: seconds to wait for the server at the start.
         finish_timeout_s: seconds to wait for uploads at the end.
-        fall_back_offline: whether the run continues offline, with a warning, if the server cannot be reached. False: an
-            error.
-        **init: `x_axis` and the others of `Logger`, and further arguments of `wandb.init`: entity, group, tags, notes,
-            job_type, settings as a dict, ...
+        fall_back_offline: True: if the server cannot be reached, warn and continue offline. False: raise an error.
+        **init: arguments of `Logger`, such as `x_axis`, and further arguments of `wandb.init`: entity, group, tags,
+            notes, job_type, settings as a dict, ...
 
     Raises:
-        SettingError: a mode is unknown, or two settings contradict each other.
+        SettingError: `mode` is unknown, or two arguments contradict each other.
 
     Example:
         >>> logger = WandbLogger(project="digits", mode="offline", tags=["baseline"])
@@ -138,18 +139,18 @@ class WandbLogger(Logger):
         self._given = experiment
         self._wandb: Any = None
         self._ours = False
-        self._disk: WandbFile | None = None  # file that W&B has written
-        self._there: dict[str, int] = {}  # the last step of each metric in that file
+        self._disk: WandbFile | None = None  # reader of the file that W&B writes
+        self._there: dict[str, int] = {}  # the last step of each metric in the run's `.wandb` files
         self._last: tuple[dict[str, float], int] = {}, 0
-        # configuration of a run that was opened before the state of the resumed run was loaded
+        # Hyperparameters of a run that was opened before `load_state_dict`, to be set in the resumed run.
         self._config: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base's state, whose `version` is the run's id, and the project's name."""
+        """Return the state of `Logger`, whose `version` is the W&B run's id, and the name of the project."""
         return {**super().state_dict(), "project": self._project}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the run of this id, unless the logger was given another id."""
+        """Make the next start continue the W&B run of this state, unless the logger was constructed with another id."""
         if self._tracker is not None:
             self._config = dict(self._tracker.config)
         super().load_state_dict(state_dict)
@@ -158,11 +159,11 @@ class WandbLogger(Logger):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder in which W&B makes one folder per run, in `<log_dir>/wandb`; None before the start."""
+        """The folder whose subfolder `wandb` has W&B's folders of runs; None before the start."""
         return self.save_dir if self._save_dir is not None else super().log_dir
 
     def _start(self) -> None:
-        self._wandb = wandb = require("wandb", extra=None, purpose="WandbLogger")  # a slow import, 0.3 s and more
+        self._wandb = wandb = require("wandb", extra=None, purpose="WandbLogger")  # imported late: takes 0.3 s or more
         self._tracker, self._ours = self._given, False
         if self._tracker is None and wandb.run is not None and wandb.run.id not in _OPEN:
             self._tracker = wandb.run
@@ -211,7 +212,7 @@ class WandbLogger(Logger):
 
     def _init(self, wandb: Any, mode: str) -> Any:
         known = wandb.Settings.model_fields if hasattr(wandb.Settings, "model_fields") else {}
-        # Fields and the version of W&B that introduced them; an older version gets only those that it knows.
+        # Older versions of W&B do not have all these settings, so only known ones are passed.
         limits = {
             "init_timeout": self._init_timeout_s,
             "login_timeout": self._init_timeout_s,
@@ -222,9 +223,9 @@ class WandbLogger(Logger):
         given = dict(self._init_kwargs)
         settings.update(given.pop("settings", None) or {})
         if self.delivery.sends_rest:
-            settings |= {"disable_git": True, "disable_code": True}  # the current folder is not that of the run
+            settings |= {"disable_git": True, "disable_code": True}  # `instep runs sync` may run elsewhere
         if wandb.run is not None:
-            given.setdefault("reinit", "create_new")  # the run of another logger stays open beside this one
+            given.setdefault("reinit", "create_new")  # do not end the open run of another logger
         return wandb.init(
             name=self._name,
             project=self._project,
@@ -256,14 +257,14 @@ class WandbLogger(Logger):
             _read(self._disk, self._there)
             if all(self._there.get(name, -1) >= step for name in metrics):
                 break
-            time.sleep(_FLUSH_S / 2)  # another process writes the file
+            time.sleep(_FLUSH_S / 2)  # wait for W&B's process to write the file
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self._log(metrics, step)
         self._last = metrics, step
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
-        # Without `step=`, since W&B drops values whose step is smaller than the last call's.
+        # Do not pass `step=`, since W&B drops values whose step is smaller than that of an earlier call.
         self._tracker.log({**values, _STEP: step})
 
     def _log_text(self, name: str, text: str, step: int) -> None:
@@ -322,7 +323,7 @@ class WandbLogger(Logger):
 
 
 def _read(file: WandbFile, there: dict[str, int]) -> None:
-    """Add the last step of each metric in the file to the known steps."""
+    """Update the dict `there` with the last step of each metric in the file."""
     for row in file.read():
         if not isinstance(row, Forget):
             step, _, pairs = row
