@@ -1,4 +1,4 @@
-"""The on-disk format: atomic, verified, without pickle. README.md says why.
+"""Save, verify, find and read checkpoints, in an on-disk format without pickle. README.md describes the format.
 
 Each name is imported when it is first used.
 """

@@ -1,11 +1,11 @@
-"""Saving in the background: states are copied at once, then written, committed and verified on a thread.
+"""Save in the background: the state is copied immediately, then a thread writes, commits and verifies it.
 
-At most one save runs at a time. The next one waits for it, since it needs the same buffers. So a run that saves faster
-than the disk can write trains at the pace of the disk, and never keeps more than one copy.
+At most one save runs at a time. The next save waits for it, since it needs the same buffers. So a run that saves faster
+than the disk can write is slowed down to the speed of the disk, and never needs memory for more than one copy.
 
-The memory for the copies is kept from save to save, because the first use of a memory page costs several times as much
-as copying. Each file has its own block with the layout of the file, so that the thread writes large pieces and spends
-little time in Python, where it would delay the training.
+The memory for the copies is kept for the next save, because the first use of a memory page costs several times as much
+as copying. Each file has its own block of memory with the layout of the file, so that the thread writes large pieces
+and spends little time in Python, where it would delay the training.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from instep.distributed.rank_zero import RankGroup
 from instep.errors import CheckpointError, CorruptCheckpointError
 from instep.utils.warn import warn_user
 
-_ABORT_S = 5.0  # time for a thread to notice that its process group is gone
+_ABORT_S = 5.0  # seconds for the thread to notice that its process group was destroyed
 
 
 class PendingSave:
-    """Save that is running or done. `RunSaver.save` and `BackgroundSaver.start` return it.
+    """A save that is running or has ended, as returned by `RunSaver.save` and `BackgroundSaver.start`.
 
     Attributes:
-        path: folder of the checkpoint; None before it exists. If the save ran in the background or replaces older
-            checkpoints, it was also read back and verified.
+        path: folder of the checkpoint; None until it is complete. If the save runs in the background or replaces older
+            checkpoints, the checkpoint has also been verified.
         error: error that ended the save. If `path` is set too, the save itself succeeded, but an older checkpoint could
             not be deleted.
         background: whether the save runs in the background.
-        weights_only: whether the checkpoint has only weights, so that no run can be resumed from it. The caller that
-            starts the save sets this, `keeper` and `dropped`.
+        weights_only: whether the checkpoint has only weights, so that no run can resume from it. The code that starts
+            the save sets `weights_only`, `keeper` and `dropped`.
         keeper: callback that lists the checkpoint, or None.
-        dropped: older checkpoints that it replaces.
+        dropped: older checkpoints that are deleted when this one has been verified.
 
     Example:
         >>> import tempfile
@@ -74,16 +74,16 @@ class PendingSave:
         self._seen = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the save to end; return True if it has ended. Local: ranks may differ."""
+        """Wait for the save to end on this rank; return True if it has ended."""
         return self._done.wait(timeout_s)
 
     def _carry_out(self, store: CheckpointStore, replaced: Sequence[tuple[Any, Any]], *save: Any, **about: Any) -> None:
-        """Save, verify, and only then delete what the new checkpoint replaces; set `path` or `error`. Collective.
+        """Save and verify the checkpoint, then delete older ones; set `path` or `error`. Collective: all ranks call it.
 
         Args:
             store: store that the checkpoint is saved in.
-            replaced: pairs of a store and an older checkpoint in it. If there are any, the new checkpoint is always
-                verified.
+            replaced: pairs of a store and an older checkpoint in it, which is deleted. If there are any, the new
+                checkpoint is always verified first.
             save, about: arguments of `store.save`.
         """
         try:
@@ -103,16 +103,16 @@ class PendingSave:
             self._done.set()
 
     def outcome(self, ranks: RankGroup) -> Path:
-        """Wait for the save; then return or raise the same on every rank. Collective.
+        """Wait for the save; return its folder, or raise its error on all ranks. Collective: all ranks call it.
 
         Args:
-            ranks: group of ranks for the calling thread.
+            ranks: process group for collectives on the calling thread.
 
         Returns:
-            The checkpoint's folder.
+            The folder of the checkpoint.
 
         Raises:
-            BaseException: the error on this rank; RemoteError for an error on another rank.
+            BaseException: the error of the save on this rank; a RemoteError if only another rank had an error.
         """
         self.wait()
         self._seen = True
@@ -122,7 +122,7 @@ class PendingSave:
 
 
 class BackgroundSaver:
-    """Saver of checkpoints in the background, one at a time. Its methods are called on the training thread.
+    """Save checkpoints in the background, one at a time. All methods are called on the training thread.
 
     Example:
         >>> import tempfile
@@ -145,17 +145,17 @@ class BackgroundSaver:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of host memory kept for copies: about as much as this rank writes."""
+        """Number of bytes of host memory that are kept for copies: about as much as this rank writes in a save."""
         return self._buffers.bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no save runs; return True if so. Raises no error of the save."""
+        """Wait until no save runs, and return True; return False after the timeout. Raises no error of the save."""
         return self._pending is None or self._pending.wait(timeout_s)
 
     def record(self, write: Callable[[BaseWriter], None]) -> Recorder:
-        """Copy what `write` writes, after the previous save has ended. Local."""
+        """Wait for the previous save, then copy what `write` would write now. Local."""
         self.wait()
-        self._buffers.wait()  # a recorder may have been made and never saved: its copies still use the buffers
+        self._buffers.wait()  # an earlier recorder that was never saved may still copy
         recorder = Recorder(self._buffers, *RankGroup().rank_and_size())
         write(recorder)
         return recorder
@@ -172,19 +172,19 @@ class BackgroundSaver:
         line: Line | None = None,
         to_delete: Iterable[str | Path] = (),
     ) -> PendingSave:
-        """Write what `record` copied, on the thread. Collective.
+        """Start to write what `record` has copied, on the thread. Collective: all ranks call it.
 
         Args:
             store: store that the checkpoint is saved in.
-            step: see `CheckpointStore.save`, as for `info`, `name`, `run_id` and `line`.
-            recorder: result of the latest `record`.
-            to_delete: older checkpoints of that store, which are deleted once the new one has verified.
+            step: global step; see `CheckpointStore.save`, also for `info`, `name`, `run_id` and `line`.
+            recorder: result of the last call of `record`.
+            to_delete: older checkpoints of the store, which are deleted when the new one has been verified.
         """
         if self._ranks is None:
             self._ranks = RankGroup.apart()
-            # The thread is kept from save to save, because training waits when a thread starts. It is a daemon, because
-            # `close` decides how long to wait for it at exit.
-            self._jobs = SimpleQueue()  # a new queue, since an abandoned thread still reads the old one
+            # The thread is kept for the next saves, because starting a thread makes training wait. It is a daemon
+            # thread, so that `close` can limit how long the exit of the program waits for it.
+            self._jobs = SimpleQueue()  # a new queue, since an abandoned thread may still read the old one
             threading.Thread(target=_work, args=(self._jobs,), name="instep-save", daemon=True).start()
             atexit.register(self.close)  # in case the user never calls close
         aside = copy.copy(store)
@@ -196,12 +196,12 @@ class BackgroundSaver:
         return pending
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for a running save, then release memory and process group. Local; may be called twice.
+        """Wait for a running save, then release the memory and the process group. May be called twice. Local.
 
         Args:
-            timeout_s: time after which a running save is abandoned. Ranks that wait for each other break it off; a
-                single process lets the thread run on. The save is then either committed, or the next run removes its
-                remains. None: no limit.
+            timeout_s: seconds after which a running save is abandoned. With several ranks it then fails; with a single
+                process the thread continues. If the save does not become complete, the next run removes its files.
+                None: no limit.
         """
         atexit.unregister(self.close)
         pending, self._pending = self._pending, None
@@ -210,7 +210,7 @@ class BackgroundSaver:
         if ranks is not None:
             self._jobs.put(None)
             ranks.close(abort=not done)
-        if pending is None or done or pending.wait(_ABORT_S):  # otherwise the thread still reads the buffers
+        if pending is None or done or pending.wait(_ABORT_S):  # otherwise the thread may still read the buffers
             self._buffers.close()
         if pending is not None and not pending._seen:
             if not done:
@@ -226,9 +226,9 @@ def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _drop_cached(folder: Path) -> None:
-    """Drop files from the system's page cache, so that verifying them reads what the disk really has."""
+    """Remove a folder's files from the page cache, so that verifying them reads from the disk and not from memory."""
     if isinstance(folder, PosixPath) and hasattr(os, "posix_fadvise"):
-        # a folder that os.walk cannot list is skipped here, and verifying it raises
+        # os.walk skips a folder that it cannot list; verifying that folder raises an error later
         for here, _, names in os.walk(folder):
             for name in names:
                 with suppress(OSError), open(Path(here, name), "rb") as file:
@@ -236,30 +236,30 @@ def _drop_cached(folder: Path) -> None:
 
 
 class HostBuffers:
-    """Host memory for copies of tensors: one block per file, created when needed and then kept."""
+    """Host memory for copies of tensors: a block for each file, which is kept for the next save."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, _Block] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._copying: list[Any] = []  # events of running copies
+        self._copying: list[Any] = []  # CUDA events of copies that may still run
 
     @property
     def bytes(self) -> int:
-        """Bytes of host memory that are kept."""
+        """Number of bytes of host memory that are kept."""
         return sum(block.size for block in self._blocks.values())
 
     def copy(self, file: str, tensors: Sequence[Tensor]) -> memoryview:
-        """Copy tensors, one right after the other, into the block of a file. The former content is lost.
+        """Copy tensors, without gaps between them, into the block of a file, whose earlier content is overwritten.
 
         CUDA tensors are copied to pinned memory on a separate stream, without waiting: call `wait` before you read the
-        result. Later work on the device waits for the copies, so it may change the tensors.
+        result. Later work on the device waits for the copies, so the tensors may be changed after this call.
 
         Args:
             file: name of the file, which identifies the block.
             tensors: tensors of any shape, strides, dtype and device, sorted by element size, largest first.
 
         Returns:
-            The block's bytes.
+            A view of the copied bytes.
         """
         size = sum(tensor.nbytes for tensor in tensors)
         pinned = any(tensor.is_cuda and tensor.nbytes for tensor in tensors)
@@ -287,7 +287,7 @@ class HostBuffers:
 
     def close(self) -> None:
         """Release the memory. May be called twice."""
-        with suppress(RuntimeError):  # a device that has failed copies no more
+        with suppress(RuntimeError):  # a device error: no copy runs any more
             self.wait()
         self._copying.clear()
         while self._blocks:
@@ -308,15 +308,15 @@ class HostBuffers:
 
 
 class Recorder(BaseWriter):
-    """Copy of what a Writer would write now. `replay` writes it later.
+    """Writer that copies the content of files instead of writing it; `replay` writes the files later.
 
-    States are encoded at once, since they may change; tensors are copied into the buffers.
+    States are encoded immediately, since they may change; tensors are copied into the buffers.
 
     Args:
-        buffers: buffers for the copies. They are in use until `replay` has returned; only then may the next Recorder
-            fill them.
-        rank: this process.
-        world_size: the number of ranks that save.
+        buffers: memory for the copies. It is in use until `replay` has returned; another Recorder may use it only
+            after that.
+        rank: rank of this process.
+        world_size: number of ranks that save.
 
     Example:
         >>> recorder = Recorder(HostBuffers(), 0, 1)
@@ -342,14 +342,14 @@ class Recorder(BaseWriter):
         self.put(name, head, self._buffers.copy(name, list(stored.values())))
 
     def replay(self, writer: Writer) -> None:
-        """Write the copied state. Any thread may call it."""
+        """Write the copied files by a Writer. Callable from any thread."""
         self._buffers.wait()
         for name, content in self._content.items():
             writer.put(name, *content)
 
 
 class _Block:
-    """Memory that forked processes do not inherit; otherwise every write to it would first copy the page."""
+    """Memory that forked processes do not inherit: otherwise the first write to a page after a fork copies the page."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size
@@ -358,15 +358,15 @@ class _Block:
         if hasattr(mmap, "MADV_DONTFORK"):
             self.memory.madvise(mmap.MADV_DONTFORK)
         self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
-        # If the memory cannot be pinned (because of a limit on locked memory), copies wait for the device. That is
-        # slower, but correct.
+        # The system may limit how much memory can be pinned. Copies to memory that is not pinned make the host wait,
+        # but are correct.
         self._cuda: Any = torch.cuda.cudart() if pinned else None
         if pinned and int(self._cuda.cudaHostRegister(self.content.data_ptr(), len(self.memory), 0)) != 0:
             self._cuda = None
-            with suppress(RuntimeError):  # otherwise CUDA keeps the error, and the next kernel of this thread raises it
+            with suppress(RuntimeError):  # clears CUDA's last error, which a later kernel would raise
                 torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         if self._cuda is not None:
             self._cuda.cudaHostUnregister(self.content.data_ptr())
-        del self.content  # the memory is freed with the last tensor or view of it
+        del self.content  # the memory is freed when no tensor or view uses it

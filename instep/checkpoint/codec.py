@@ -1,7 +1,8 @@
-"""States as strict JSON and tensors, without pickle, and back with every type as it was.
+"""Encode a state as strict JSON and a dict of tensors, without pickle, and decode it with the same types.
 
-JSON values stand for themselves. Anything else becomes a JSON object whose key `$` names the type. Tensors and plain
-numpy arrays go into a dict beside the tree, under a key made of their path, to be written as safetensors.
+JSON values are written as they are. Any other value becomes a JSON object whose key `$` names the type. Tensors and
+plain numpy arrays are put into a separate dict, under a key made of their path in the state, to be written as
+safetensors.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from instep.utils.seed import check_bit_generator, check_python, check_torch
 from instep.utils.untrusted_files import MOST_DEPTH
 
 TAG = "$"
-_MOST_OPEN = MOST_DEPTH // 3 - 5  # each node is at most three JSON containers deep: an object, a list of pairs, a pair
+_MOST_OPEN = MOST_DEPTH // 3 - 5  # a level of the state makes at most three of JSON: object, list of pairs, pair
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 _PURE_PATHS: dict[str, type[PurePath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
-_ARRAY_KINDS = "biufc"  # kinds of arrays that become tensors, if torch has their dtype
-_RAW_KINDS = "biufcUSMm"  # kinds of arrays and scalars that are saved as their bytes
+_ARRAY_KINDS = "biufc"  # `dtype.kind` of numpy arrays that become tensors, if torch has the dtype
+_RAW_KINDS = "biufcUSMm"  # `dtype.kind` of other numpy arrays and scalars, which are saved as bytes
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def state_of(obj: Any) -> tuple[str, Any, dict[str, Any]] | None:
-    """Describe how an object is saved: its tag, state and attributes. Return None for other types.
+    """Describe how an object is saved that is made again from a state, such as an enum member or a random generator.
 
     Returns:
-        The object's tag, its state (which must be encoded next), and JSON values to store with them.
+        The name of the type in JSON, the object's state (which must be encoded too), and JSON values to store with
+        them. None for an object of another type.
 
     Raises:
-        ValueError: the object has such a type and still cannot be saved; the text says what to do.
+        ValueError: the object has such a type, but cannot be saved; the message says what to do.
     """
     kind = type(obj)
     if kind is datetime:
@@ -96,7 +98,7 @@ def _enum_state(member: Enum) -> tuple[str, Any, dict[str, Any]]:
 
 
 def _class_named(module: str, qualified: str) -> Any:
-    """Find an attribute of a loaded module.
+    """Find a class by its dotted name in a module that is already imported; None if there is none.
 
     `getattr` is not used, since it may import modules or run code of a class.
     """
@@ -145,7 +147,7 @@ def _torch_generator(state: Any, node: Mapping[str, Any]) -> Any:
     device = torch.device(node["device"])
     try:
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError("no CUDA device")  # otherwise a torch built for CUDA may crash
+            raise RuntimeError("no CUDA device")  # torch.Generator("cuda") may crash without a CUDA device
         generator = torch.Generator(device)
     except RuntimeError as error:
         raise CheckpointError(
@@ -157,7 +159,7 @@ def _torch_generator(state: Any, node: Mapping[str, Any]) -> Any:
 
 
 def _numpy_generator(state: Any, node: Mapping[str, Any]) -> Any:
-    import numpy as np  # imported late: needed only where a state holds one
+    import numpy as np  # imported late: only needed if a state holds a numpy generator
 
     if state["bit_generator"] not in _BIT_GENERATORS:
         raise ValueError(f"{state['bit_generator']!r} is no bit generator of numpy")
@@ -177,7 +179,7 @@ def _datetime(fields: Any, node: Mapping[str, Any]) -> datetime:
     return datetime(*fields, tzinfo=zone, fold=node["fold"])
 
 
-# By tag: function that makes an object from its decoded state and the JSON object around it.
+# For each type name in JSON: a function that makes the object from its decoded state and the JSON object around it.
 MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "date": lambda fields, _: date(*fields),
     "datetime": _datetime,
@@ -201,7 +203,7 @@ def _from_text(text: str) -> bytes:
 def _float_out(value: float) -> Any:
     if math.isfinite(value):
         return value
-    sign = "-" if math.copysign(1.0, value) < 0 else ""  # str(-nan) has no sign
+    sign = "-" if math.copysign(1.0, value) < 0 else ""  # str() of a negative nan has no sign
     return {TAG: "float", "v": f"{sign}{abs(value)}"}
 
 
@@ -209,7 +211,7 @@ def _float_in(value: Any) -> float:
     return float(value["v"]) if isinstance(value, dict) else float(value)
 
 
-# Types without parts that must be encoded: tag, type, encoder, decoder.
+# Types whose values contain no other objects: name in JSON, type, function to encode, function to decode.
 _LEAVES: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     ("bytes", bytes, _to_text, _from_text),
     ("bytearray", bytearray, _to_text, lambda v: bytearray(_from_text(v))),
@@ -229,25 +231,25 @@ _SEQUENCE_BY_TAG: dict[str, Any] = {tag: kind for kind, tag in _SEQUENCES.items(
 
 
 def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor | Shard]]:
-    """Encode a state as a JSON tree and the tensors in it.
+    """Encode a state as a JSON tree and a dict of its tensors.
 
     These types are restored exactly: None, bool, int, float (nan and inf too), complex, str, bytes, bytearray, list,
     tuple, dict with any keys, OrderedDict, defaultdict of a builtin type, Counter, set, frozenset, deque, range,
-    timedelta, date, datetime (without a zone or with a fixed one), paths, enum members, hyperparameters that are Named,
-    torch's dtype, device, Size, Generator and Tensor, numpy arrays and scalars, and the generators random.Random,
-    numpy's Generator and RandomState; and a Shard, for a part of a tensor. A Parameter is restored as a Tensor. An Enum
-    that is also a str or int is restored as that str or int, which compares equal.
+    timedelta, date, datetime (without a time zone or with a fixed one), paths, enum members, `Named` hyperparameters,
+    torch's dtype, device, Size, Generator and Tensor, numpy arrays and scalars, `random.Random`, and numpy's Generator
+    and RandomState. A `Shard` stores a part of a tensor. A Parameter is restored as a Tensor. An Enum member that is
+    also a str or int is restored as that str or int, which compares equal.
 
     Args:
         tree: the state.
         where: name of the tree in errors, such as "callbacks['EMA']".
 
     Returns:
-        The JSON tree (strict: no nan or inf in it) and the tensors by key. The tensors are those of the state, not
+        The JSON tree (strict JSON, without nan and inf) and the tensors by key. The tensors are those of the state, not
         copies.
 
     Raises:
-        UnsavableStateError: some value cannot be encoded; the text has its path and a remedy.
+        UnsavableStateError: a value cannot be encoded; the message has its path in the state and says what to do.
 
     Example:
         >>> encode({"betas": (0.9, 0.999), "step": torch.tensor(3)})
@@ -258,20 +260,21 @@ def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor | Shard]]:
 
 
 def decode(json_tree: Any, tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor]) -> Any:
-    """Decode the result of `encode` to the state.
+    """Decode a result of `encode` to the original state.
 
-    Only the types that `encode` lists are made, whatever the tree contains, so no code from a checkpoint runs.
+    Only objects of the types that `encode` lists are made, whatever the tree contains, so no code from a checkpoint
+    runs.
 
     Args:
         json_tree: the JSON tree.
-        tensors: the tensors by key, or objects that read them later.
+        tensors: the tensors by key, or `StoredTensor` objects, which read them later.
 
     Returns:
-        The state; its tensors are those of `tensors`.
+        The state; its tensors are the objects in `tensors`.
 
     Raises:
         CorruptCheckpointError: the tree or the tensors are not a result of `encode`.
-        CheckpointError: the class or member of an enum, or the device of a generator, does not exist here.
+        CheckpointError: the state needs an enum class, an enum member or a device that this process does not have.
 
     Example:
         >>> decode({"$": "tuple", "v": [1, None]}, {})
@@ -281,7 +284,7 @@ def decode(json_tree: Any, tensors: Mapping[str, Tensor] | Mapping[str, StoredTe
         return _decode(json_tree, tensors)
     except InstepError:
         raise
-    except Exception as error:  # a node of the wrong type may raise any error in the code that reads it
+    except Exception as error:  # damaged JSON may cause any error
         raise CorruptCheckpointError(
             f"a saved state cannot be decoded ({type(error).__name__}: {error}); "
             "it is damaged, or a newer instep wrote it"
@@ -293,13 +296,13 @@ class _Encoder:
         self.where = where
         self.tensors: dict[str, Tensor | Shard] = {}
         self._open: set[int] = set()
-        self._inside = ""  # "a set" or "a dict key" inside of these, where no tensor may occur
+        self._inside = ""  # "a set" or "a dict key" while one is encoded: tensors are refused there
 
     def node(self, obj: Any, path: tuple[Any, ...]) -> Any:
         kind = type(obj)
         if obj is None or kind is bool or kind is str:
             return obj
-        if kind is int:  # other JSON readers round integers of more than 64 bits
+        if kind is int:  # many JSON readers round integers of more than 64 bits
             return obj if obj.bit_length() <= 64 else {TAG: "int", "v": hex(obj)}
         if kind is float:
             return _float_out(obj)
@@ -385,14 +388,14 @@ class _Encoder:
         return key
 
     def _numpy(self, obj: Any, path: tuple[Any, ...]) -> Any:
-        import numpy as np  # imported late: only a process that has loaded it comes here
+        import numpy as np  # imported late: only needed if a state holds numpy values
 
         dtype = obj.dtype
         if isinstance(obj, np.ndarray) and dtype.kind in _ARRAY_KINDS and dtype.isnative and not self._inside:
             ready = obj if obj.flags.c_contiguous and obj.flags.writeable else obj.copy(order="C")
             try:
                 tensor = torch.from_numpy(ready)
-            except TypeError:  # torch lacks some dtypes, such as longdouble
+            except TypeError:  # torch does not have the dtype, such as longdouble
                 pass
             else:
                 return {TAG: "array", "v": self._keep(tensor, path)}
@@ -409,7 +412,7 @@ class _Encoder:
 
 
 def _describe(obj: Any) -> str:
-    """Describe an object of an unsupported type, and what to save instead."""
+    """Return a text that says which unsupported type an object has, and what to save instead."""
     kind = type(obj)
     name = f"a {kind.__module__}.{kind.__qualname__}"
     if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__")):
@@ -440,7 +443,7 @@ def _decode(node: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(node, list):
         return [_decode(item, tensors) for item in node]
     if not isinstance(node, dict):
-        if isinstance(node, float) and not math.isfinite(node):  # such as 1e999 in the JSON text
+        if isinstance(node, float) and not math.isfinite(node):  # JSON text such as 1e999 is read as infinity
             raise ValueError("a number that no float can hold")
         return node
     if TAG not in node:
@@ -480,7 +483,7 @@ def _decode_mapping(tag: str, pairs: list[tuple[Any, Any]], node: dict[str, Any]
 
 
 def _decode_numpy(tag: str, value: str, node: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
-    import numpy as np  # imported late: needed only where a state holds numpy values
+    import numpy as np  # imported late: only needed if a state holds numpy values
 
     if tag == "array":
         array = tensors[value]

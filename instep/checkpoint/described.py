@@ -1,4 +1,4 @@
-"""Descriptions of the checkpoints in a folder as plain records, with their state. Loads torch."""
+"""Describe the checkpoints in a folder by plain dicts, for the command line. Importing this module imports torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def describe(
     leftovers: list[tuple[Path, bool | None]],
     verify: bool = False,
 ) -> list[dict[str, Any]]:
-    """Describe the checkpoints of a folder, newest first, then the remains of dead saves and deletions.
+    """Describe the checkpoints of a folder, newest first, then the folders of unfinished saves and deletions.
 
-    The role of a checkpoint is "newest" if a run would resume from it, "given up" if the run went back to an earlier
-    checkpoint, and "another run" if it is not in the line of the run that saved last.
+    The role of a checkpoint is "newest" if a run would resume from it, "given up" if the run that saved last had gone
+    back to an earlier checkpoint, and "another run" if that run was not resumed from it or from a later one.
 
     Args:
-        store: the folder.
-        found: checkpoints of the folder, and folders that are broken ones.
-        leftovers: remains of saves and deletions, each with whether its process has ended (None if unknown).
-        verify: compare every byte with its checksum, instead of the sizes alone.
+        store: store of the folder.
+        found: the folder's checkpoints, intact and broken.
+        leftovers: folders of unfinished saves and deletions, each with whether its process has ended (None: unknown).
+        verify: whether to compare the checksums of all bytes; otherwise only the sizes of files are compared.
     """
     roles = _roles(found)
     entries = [{**_entry(what, store.files), "role": roles.get(what.path)} for what in found]
@@ -42,7 +42,7 @@ def describe(
 
 
 def state_of(entry: dict[str, Any]) -> str:
-    """Format role, state and note of a described checkpoint for people.
+    """Format role, state and note of a dict from `describe` as text.
 
     Example:
         >>> state_of({"role": "newest", "state": "complete", "note": ""})
@@ -53,7 +53,7 @@ def state_of(entry: dict[str, Any]) -> str:
 
 
 def _roles(found: list[CheckpointInfo | Broken]) -> dict[Path, str]:
-    """Return the role of each checkpoint for the run that saved last, if it has one."""
+    """Return the role ("newest", "given up" or "another run") of each checkpoint that has one, by path."""
     whole = [what for what in found if isinstance(what, CheckpointInfo)]
     newest = next((info for info in whole if info.kind not in ("weights", "exception")), None)
     if newest is None:
@@ -66,26 +66,26 @@ def _roles(found: list[CheckpointInfo | Broken]) -> dict[Path, str]:
 
 
 def checkpoints(root: Path, verify: bool = False) -> list[dict[str, Any]]:
-    """Describe the checkpoints of a folder by its path."""
+    """Describe the checkpoints of the folder `root`; see `describe`."""
     store = CheckpointStore(root)
     return describe(store, list_checkpoints(root), store.files.leftovers(root), verify)
 
 
 def holder(root: Path, files: Files) -> dict[str, Any] | None:
-    """Describe the run that holds a folder; None if no run does."""
+    """Describe the run that holds the lease of a folder, so that it alone may save there; None if no run does."""
     for path in sorted(root.glob(".lease-*"), reverse=True)[:1]:
         try:
             content = parse_object(files.read(path, LEASE_BYTES))
             if not content["released"]:
                 fields = ("run_id", "host", "pid", "command", "since")
                 return {**{key: content.get(key) for key in fields}, "dead": is_gone(str(content.get("owner")))}
-        except (OSError, ValueError, KeyError, TypeError):  # the file may change meanwhile, or be of another version
+        except (OSError, ValueError, KeyError, TypeError):  # unreadable, or changed in the meantime
             continue
     return None
 
 
 def sizes(folder: Path, files: Files) -> dict[str, int]:
-    """Return the size of every file of a checkpoint, including the manifest."""
+    """Return the size in bytes of every file of a checkpoint, including the manifest; {} if the folder is gone."""
     try:
         return files.sizes(folder)
     except FileNotFoundError:  # a running save has renamed the folder

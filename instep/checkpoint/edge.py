@@ -1,6 +1,6 @@
-"""Errors of readers: any error that a file's content causes becomes one checkpoint error with the path.
+"""Check values that are read from files, and convert errors that a file's content causes to checkpoint errors.
 
-A table of kinds describes the values that a file must hold, so that they are checked before use.
+A table of checks describes the values that a file must hold, so that they are checked before use.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Kind: TypeAlias = "Callable[[Any], bool]"
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn errors of the `with` block into checkpoint errors.
+    """Convert errors of the `with` block to checkpoint errors.
 
-    It is for code that reads values from a file without checking them, where a wrong value may cause any error. The
+    Use it around code that reads values from a file without checking them, where a wrong value may cause any error. The
     original error is the cause of the new one.
 
     Args:
-        path: the file or folder.
-        what: what is wrong, for the text, such as "is not a whole file of torch.save".
+        path: the file or folder that is read.
+        what: what is wrong, for the message, such as "is not a whole file of torch.save".
 
     Raises:
         CheckpointError: the file cannot be read, or needs more memory than there is.
-        CorruptCheckpointError: for any other error; errors of instep are raised unchanged.
+        CorruptCheckpointError: any other error was raised, except errors of instep, which are not changed.
     """
     try:
         yield
-    # BrokenPipeError: a program that reads the output, such as `head`, has closed it
+    # BrokenPipeError: a program that reads this program's output, such as `head`, has closed the pipe.
     except (InstepError, BrokenPipeError):
         raise
     except OSError as error:
@@ -49,15 +49,16 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def loading_state(path: Path, what: str) -> Iterator[None]:
-    """Turn errors of an object that loads its state into checkpoint errors.
+    """Convert errors of an object's `load_state_dict` to checkpoint errors.
 
     Args:
-        path: the checkpoint.
-        what: name of the object, for the text.
+        path: path of the checkpoint.
+        what: name of the object that loads its state, for the message.
 
     Raises:
-        CorruptCheckpointError: for any error that a wrong state causes. Errors of instep and of the system are raised
-            unchanged; with several ranks RuntimeError too, since it may come from the end of another rank.
+        CorruptCheckpointError: the object raised an error that a wrong state may cause. Errors of instep and of the
+            system are not changed; with several ranks a RuntimeError is not changed either, since it may mean that
+            another rank has ended.
     """
     try:
         yield
@@ -74,21 +75,21 @@ def loading_state(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-# Checks of the type of a value. An error text says "expected" and the name of the check.
+# The following functions check the type of a value. Their names appear in error messages: "expected <name>".
 
 
 def count(value: Any) -> bool:
-    """Return True if a value is a count from 0 that fits into 64 bits."""
+    """Return True if a value is an integer of at least 0 that fits into 64 bits."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def text(value: Any) -> bool:
-    """Return whether a value is a text."""
+    """Return True if a value is a string."""
     return isinstance(value, str)
 
 
 def flag(value: Any) -> bool:
-    """Return whether a value is True or False."""
+    """Return True if a value is a bool."""
     return isinstance(value, bool)
 
 
@@ -98,51 +99,51 @@ def number(value: Any) -> bool:
 
 
 def finite(value: Any) -> bool:
-    """Return whether a value is a number that is neither nan nor infinite."""
+    """Return True if a value is a number that is neither nan nor infinite."""
     return number(value) and math.isfinite(value)
 
 
 def mapping(value: Any) -> bool:
-    """Return whether a value is a dict."""
+    """Return True if a value is a dict."""
     return isinstance(value, dict)
 
 
 def named(value: Any) -> bool:
-    """Return True if a value is a dict with texts as keys."""
+    """Return True if a value is a dict whose keys are strings."""
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 def anything(_: Any) -> bool:
-    """Accept any value."""
+    """Return True for any value."""
     return True
 
 
 def none_or(kind: Kind) -> Kind:
-    """Make a check for None or a value of a kind."""
+    """Make a check that accepts None and the values that the check `kind` accepts."""
     return _called(f"None or {kind.__name__}", lambda value: value is None or kind(value))
 
 
 def list_of(kind: Kind) -> Kind:
-    """Make a check for a list or tuple of values of a kind."""
+    """Make a check that accepts lists and tuples whose items the check `kind` accepts."""
     return _called(f"list of {kind.__name__}", lambda value: isinstance(value, list | tuple) and all(map(kind, value)))
 
 
 def dict_of(kind: Kind) -> Kind:
-    """Make a check for a dict with texts as keys and values of a kind."""
+    """Make a check that accepts dicts with strings as keys whose values the check `kind` accepts."""
     return _called(f"dict of {kind.__name__}", lambda value: named(value) and all(map(kind, value.values())))
 
 
 def check(value: Any, table: Mapping[str, Kind], what: str, optional: Mapping[str, Kind] | None = None) -> None:
-    """Check a dict by a table of kinds.
+    """Check the values of a dict.
 
     Args:
         value: dict to check; it may have keys that are not in the table.
-        table: kind of each required key.
-        what: name of the value in errors.
-        optional: kind of each key that may be missing.
+        table: check for the value of each required key.
+        what: name of the dict, for the message.
+        optional: check for the value of each key that may be missing.
 
     Raises:
-        ValueError: the dict does not fit; the text names the key and its value.
+        ValueError: a key is missing or has a wrong value; the message names the key and the value.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} is a {type(value).__name__}, where a dict is expected")

@@ -1,6 +1,6 @@
-"""Operations of a store on a file system, with hashes of written data, and the faults that are tried again.
+"""The file operations of a checkpoint store, which hash the data that they write, and the retry of failed reads.
 
-`Files.trace` is called before each operation, so that tests can kill, fail or record there.
+`Files.trace` is called before each operation, so that tests can kill the process, raise an error or record there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instep.utils.warn import warn_user
 
 T = TypeVar("T")
 
-PAUSES_S = (0.5, 2.0)  # pauses before the second and the third try
+PAUSES_S = (0.5, 2.0)  # seconds to wait before the second and the third try
 sleep = time.sleep  # tests replace this
 
 _PASSING_NAMES = (
@@ -34,7 +34,7 @@ _PASSING = {getattr(errno, name) for name in _PASSING_NAMES if hasattr(errno, na
 
 
 def passing(error: BaseException | None) -> bool:
-    """Return True if an error, or its cause, may pass by itself: a short fault of a network or server."""
+    """Return True if an error, or its cause, may be temporary: a short fault of a network or server."""
     while error is not None:
         if isinstance(error, (ConnectionError, TimeoutError)):
             return True
@@ -45,13 +45,13 @@ def passing(error: BaseException | None) -> bool:
 
 
 def wait(pause_s: float, what: str) -> None:
-    """Warn that an operation is tried again, and wait before that."""
+    """Warn that an operation has failed and is tried again, and wait before the next try."""
     warn_user(what)
     sleep(pause_s)
 
 
 def patiently(read: Callable[[], T], again: Callable[[BaseException], bool] = passing) -> T:
-    """Call `read` and return its result. Try up to twice more after an error for which `again` returns True."""
+    """Call `read` and return its result; after an error for which `again` returns True, try at most twice more."""
     for pause_s in PAUSES_S:
         try:
             return read()
@@ -63,14 +63,14 @@ def patiently(read: Callable[[], T], again: Callable[[BaseException], bool] = pa
 
 
 class Files(ABC):
-    """Operations of a store on one kind of file system.
+    """Base class for the file operations of a checkpoint store on one kind of file system.
 
-    Each kind implements the abstract methods. The default methods suit an object store: there a write is durable once
-    it has returned, and folders exist by their files.
+    A subclass implements the abstract methods. The other methods suit an object store, where a write is durable as soon
+    as it has returned, and a folder exists if it has files.
 
     Args:
-        trace: function that is called before each operation with its name, its path, and the bytes of a write or the
-            target of a rename. An error that it raises is raised by the operation.
+        trace: function for tests, called before each operation with the operation's name, its path, and the bytes to
+            write or the target of a rename. If it raises an error, the operation raises that error.
     """
 
     def __init__(self, trace: Trace | None = None) -> None:
@@ -80,116 +80,116 @@ class Files(ABC):
         if self.trace is not None:
             self.trace(operation, path, detail)
 
-    # Files.
+    # ---- files
 
     @abstractmethod
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:
-        """Open a new file to write to."""
+        """Open a new file for writing."""
 
     def write_file(self, path: Path, data: Data) -> FileRecord:
-        """Write a new file with this content. It is durable when this returns."""
+        """Write a new file with this content, and wait until it is on the disk."""
         with self.create(path, len(data)) as out:
             out.write(data)
             return out.close()
 
     @abstractmethod
     def size(self, path: Path) -> int:
-        """Return the bytes of a file."""
+        """Return the size of a file in bytes."""
 
     @abstractmethod
     def hash(self, path: Path) -> FileRecord:
-        """Hash the current content of a file."""
+        """Read a file, and return its size and checksums."""
 
     def sync_and_hash(self, path: Path) -> FileRecord:
-        """Make a file durable that somebody else wrote, and hash it."""
+        """Wait until a file that other code wrote is on the disk; return its size and checksums."""
         return self.hash(path)
 
     @abstractmethod
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
-        """Read bytes of a file; fewer if the file ends before."""
+        """Read the bytes of a file from `begin` up to `end` (exclusive); fewer if the file is shorter."""
 
     def read(self, path: Path, most: int) -> bytes:
         """Read a file of at most `most` bytes; raise OSError if it is larger."""
-        data = self.read_range(path, 0, most + 1)  # one request; asking for the size first would make two
+        data = self.read_range(path, 0, most + 1)  # one request to an object store instead of two
         if len(data) > most:
             raise too_large(path, self.size(path), most)
         return bytes(data)
 
     @abstractmethod
     def fetched(self, path: Path, check: bool) -> AbstractContextManager[tuple[Path, FileRecord | None]]:
-        """Yield the path of a local file with the content of `path`, and the `FileRecord` of this content.
+        """Yield the path of a local file with the content of `path`, and the size and checksums of this content.
 
         The local file is `path` itself, or a temporary download. The record may be None if `check` is False.
         """
 
-    # Folders.
+    # ---- folders
 
     @abstractmethod
     def entries(self, folder: Path) -> dict[str, bool]:
-        """List the names in a folder, also hidden ones, each with whether it is a folder.
+        """Return the names in a folder, including hidden ones, each with True if it is a folder.
 
-        Empty if there is no folder.
+        The dict is empty if the folder does not exist.
         """
 
     def folders(self, root: Path) -> list[str]:
-        """List the names of the folders in a folder, in order."""
+        """Return the sorted names of the folders in a folder."""
         return sorted(name for name, is_folder in self.entries(root).items() if is_folder)
 
     @abstractmethod
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Return the size of every file in a folder and below it, by relative name with slashes."""
+        """Return the size in bytes of every file in a folder and below it, by relative path with slashes."""
 
     def looks_damaged(self, folder: Path) -> bool:
-        """Return True if a visible folder without a manifest was once a checkpoint, and is not a save in progress."""
+        """Return True if a folder without a manifest is a damaged checkpoint, and not a save in progress."""
         return False
 
-    # Operations of a save, in this order.
+    # ---- operations of a save, in the order in which they are called
 
     def make_root(self, root: Path) -> None:  # noqa: B027  where folders come with their files
-        """Make a folder and its parents, if they are missing."""
+        """Make the folder of checkpoints and its parents, if they do not exist."""
 
     @abstractmethod
     def begin(self, final: Path) -> Path:
-        """Make the folder that a save writes to; raise FileExistsError if another save has taken the name."""
+        """Make the folder that a save writes to; raise FileExistsError if another save uses the same name."""
 
     def write_manifest(self, folder: Path, manifest: bytes) -> None:  # noqa: B027  where `publish` writes it
-        """Write the manifest and make the folder durable: everything before the instant of the commit."""
+        """Write the manifest, and wait until the folder is on the disk; the last operation before `publish`."""
 
     @abstractmethod
     def publish(self, folder: Path, final: Path, manifest: bytes) -> None:
-        """Commit at one instant: after this, `final` is a checkpoint; before this, it is none."""
+        """Commit the save atomically: afterwards the folder `final` is a checkpoint, before it is not."""
 
-    # Removing.
+    # ---- deletion
 
     @abstractmethod
     def delete(self, folder: Path) -> None:
-        """Remove a checkpoint, which vanishes at one instant, or one of `leftovers`. Do nothing if it is gone."""
+        """Remove a folder; a checkpoint disappears atomically. Do nothing if the folder does not exist."""
 
     @abstractmethod
     def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
-        """List folders that are no checkpoints: saves in progress, dead saves, partly removed folders.
+        """Return folders that are not checkpoints: running saves, saves of dead processes, partly removed folders.
 
         Returns:
-            Each folder with True if no process works in it, False if one does, None if that cannot be known from here.
+            Pairs of a folder and whether its process has ended: True, False, or None if this host cannot know it.
         """
 
-    # Small files next to the checkpoints: leases.
+    # ---- lease files, which are beside the checkpoints
 
     @abstractmethod
     def create_exclusive(self, path: Path, data: bytes) -> bool:
-        """Create a file with its content at one instant, durable when this returns; return False if it exists."""
+        """Create a file with its content atomically, and wait until it is on the disk; return False if it exists."""
 
     @abstractmethod
     def replace(self, path: Path, data: bytes) -> None:
-        """Replace a file's content at one instant."""
+        """Replace the content of a file atomically."""
 
     @abstractmethod
     def remove(self, path: Path) -> None:
-        """Remove a file; do nothing if it is gone."""
+        """Remove a file; do nothing if it does not exist."""
 
 
 class LocalOut(OutFile):
-    """New file on a local disk, fsynced at its end."""
+    """A new file on a local disk; `close` waits (fsync) until the content is on the disk."""
 
     _fd = -1
 
@@ -212,14 +212,14 @@ class LocalOut(OutFile):
 
 
 class LocalFiles(Files):
-    """Operations of a store on a file system with an atomic rename.
+    """File operations of a checkpoint store on a local file system, where a rename is atomic.
 
-    A save is written to a hidden sibling, which is renamed at the end. The operations are named mkdir, create, write,
-    fsync, fsync_folder, rename, unlink and rmdir.
+    A save is written to a hidden folder beside the checkpoints, which is renamed at the end. The names of the
+    operations for `trace` are mkdir, create, write, fsync, fsync_folder, rename, unlink and rmdir.
 
     Args:
-        trace: function that is called before each operation with its name, its path, and the bytes of a write or the
-            target of a rename. An error that `trace` raises is raised by the operation.
+        trace: function for tests, called before each operation with the operation's name, its path, and the bytes to
+            write or the target of a rename. If it raises an error, the operation raises that error.
 
     Example:
         >>> import tempfile
@@ -249,23 +249,23 @@ class LocalFiles(Files):
         return hash_file(path)
 
     def read(self, path: Path, most: int) -> bytes:
-        return read_regular(path, most)  # refuses a larger file before reading any of it
+        return read_regular(path, most)  # raises an error for a larger file before reading it
 
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            # the limit matters, since a damaged header may ask for any number of bytes
+            # At most the size of the file, since a damaged header may ask for any number of bytes.
             data = bytearray(max(0, min(end, size) - begin))
             file.seek(begin)
             done = 0
-            while count := file.readinto(memoryview(data)[done:]):  # one call reads at most 2 GiB
+            while count := file.readinto(memoryview(data)[done:]):  # repeated, since one call reads at most 2 GiB
                 done += count
         del data[done:]
         return data
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
-        open_regular(path).close()  # checks that it is a regular file, since the caller may open it by its name
+        open_regular(path).close()  # checks that it is a regular file
         yield path, hash_file(path) if check else None
 
     def entries(self, folder: Path) -> dict[str, bool]:
@@ -287,13 +287,13 @@ class LocalFiles(Files):
         return names.split_name(folder.name) is not None and any(folder.glob("*.safetensors"))
 
     def make_root(self, root: Path) -> None:
-        """Make a folder and its parents, if they are missing, and make each of them durable."""
+        """Make the folder of checkpoints and its parents, if they do not exist, and wait until they are on the disk."""
         missing = [folder for folder in (root, *root.parents) if not folder.exists()]
         for folder in reversed(missing):
             self.make_folder(folder, exist_ok=True)
 
     def make_folder(self, folder: Path, exist_ok: bool = False) -> None:
-        """Make a folder, which is durable when this returns."""
+        """Make a folder, and wait until it is on the disk."""
         self._before("mkdir", folder)
         folder.mkdir(exist_ok=exist_ok)
         self.sync_folder(folder.parent)
@@ -314,12 +314,12 @@ class LocalFiles(Files):
         self.sync_folder(final.parent)
 
     def sync_folder(self, path: Path) -> None:
-        """Wait until the folder's entries are on the disk."""
+        """Wait (fsync) until the entries of a folder are on the disk."""
         self._before("fsync_folder", path)
         atomic.sync_path(path)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a folder on the same file system, at one instant."""
+        """Rename a folder atomically; both names must be on the same file system."""
         self._before("rename", old, new)
         os.rename(old, new)
 
@@ -358,12 +358,12 @@ class LocalFiles(Files):
         return found
 
     def remove_tree(self, folder: Path) -> None:
-        """Delete a folder and everything below it. Entries that are gone already are no error."""
+        """Delete a folder and everything below it; entries that do not exist any more are ignored."""
         for here, folders, found in os.walk(folder, topdown=False):
             for name in found:
                 self._before("unlink", Path(here, name))
                 Path(here, name).unlink(missing_ok=True)
-            for name in folders:  # os.walk lists links to folders here, but does not enter them
+            for name in folders:  # os.walk lists symbolic links to folders here
                 if Path(here, name).is_symlink():
                     Path(here, name).unlink(missing_ok=True)
             self._before("rmdir", Path(here))
@@ -372,6 +372,6 @@ class LocalFiles(Files):
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
-        return entry.is_dir()  # usually without a system call, unlike Path.is_dir
+        return entry.is_dir()  # usually needs no system call, unlike Path.is_dir
     except OSError:
-        return False  # the entry is a link that leads to itself
+        return False  # such as a symbolic link that leads to itself

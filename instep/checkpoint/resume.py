@@ -267,7 +267,7 @@ def digests_of(state: Mapping[str, Any], names: Iterable[str], cast: LeftOut | N
 
 
 def all_digests_of(shards: Mapping[str, Any], names: Iterable[str], cast: LeftOut | None = None) -> LeftOut:
-    """Return the digests of weights that are sharded over ranks. Collective.
+    """Return the digests of weights that are sharded over ranks. Collective: all ranks call it.
 
     Args:
         shards: shards of this rank by clean name, as it would write them.

@@ -147,7 +147,7 @@ class RunSaver(ABC):
         return pending
 
     def finish(self, pending: PendingSave) -> Path:
-        """Wait for a save, and report its checkpoint. Collective.
+        """Wait for a save, and report its checkpoint. Collective: all ranks call it.
 
         Returns:
             The checkpoint. It has verified if it was saved in the background or if older ones were deleted.
@@ -189,7 +189,7 @@ class RunSaver(ABC):
 
     @abstractmethod
     def _collect(self, weights_only: bool, info: dict[str, Any]) -> tuple[int, Callable[[BaseWriter], None], Any]:
-        """Collect this rank's state. Collective.
+        """Collect this rank's state. Collective: all ranks call it.
 
         Returns:
             The global step; a function that writes this rank's files, waits for no other rank, and may be called again

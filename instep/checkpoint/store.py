@@ -78,7 +78,7 @@ class CheckpointStore:
         self.lease = lease
 
     def own(self, run_id: str) -> None:
-        """Take the folder, and create it if necessary. `lease.release()` gives it back. Collective.
+        """Take the folder, and create it if necessary. `lease.release()` gives it back. Collective: all ranks call it.
 
         This also proves that the folder can be written to and that all ranks see it.
 
@@ -165,13 +165,13 @@ class CheckpointStore:
         return folder_problems(self._inside(path))
 
     def verify_together(self, path: Location) -> list[str]:
-        """List what is wrong with a checkpoint; each file is read by one rank. Collective."""
+        """List what is wrong with a checkpoint; each file is read by one rank. Collective: all ranks call it."""
         folder = self._inside(path)
         manifest, problem = self.ranks.on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
         return [problem] if manifest is None else self._problems(folder, manifest)
 
     def open_verified(self, path: Location) -> Reader:
-        """Open a checkpoint after verifying all of it, each file by one rank. Collective.
+        """Open a checkpoint after verifying all of it, each file by one rank. Collective: all ranks call it.
 
         Args:
             path: the folder, or its name in this store.
@@ -193,7 +193,7 @@ class CheckpointStore:
     def newest_verified(
         self, kind: str | None = None, job: str | None = None, also: Sequence[Path] = ()
     ) -> Reader | None:
-        """Open the newest checkpoint that verifies. Collective.
+        """Open the newest checkpoint that verifies. Collective: all ranks call it.
 
         Newer ones that do not verify are skipped, with a warning that says what is wrong.
 
@@ -223,7 +223,7 @@ class CheckpointStore:
         line: Line | None = None,
         also: Sequence[Path] = (),
     ) -> Reader | None:
-        """Open the checkpoint that a keyword means. It has always verified. Collective.
+        """Open the checkpoint that a keyword means. It has always verified. Collective: all ranks call it.
 
         Args:
             keyword: "last": the one saved last. "best": by the score in the manifests; nan is never the best. "auto":
@@ -301,7 +301,7 @@ class CheckpointStore:
         self.ranks.on_rank_zero(lambda: self._delete(folder), f"deleting {folder}")
 
     def sweep(self, of_other_hosts: bool = False) -> list[Path]:
-        """Remove what dead processes have left. Collective.
+        """Remove what dead processes have left. Collective: all ranks call it.
 
         Args:
             of_other_hosts: whether to also remove what processes of other hosts have left, although they may still be

@@ -1,4 +1,4 @@
-"""Readers of other packages' checkpoints. Each is imported when needed, and none runs code from a file."""
+"""Read checkpoints of torch.save, torch.distributed.checkpoint and DeepSpeed, without running code from a file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FOLDERS = ("zero", "dcp")
 
 
 def find_foreign_folder(path: Path) -> tuple[ModuleType, Path] | None:
-    """Return the reader for a folder of another package, and the folder with the weights; None if no reader fits."""
+    """Return the module that reads a folder of another package, and the folder with the weights; None without one."""
     readers = (import_module(f"{__name__}.{name}") for name in FOLDERS)
     return next(((reader, folder) for reader in readers if (folder := reader.find_folder(path)) is not None), None)
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file of torch.save; see `torch_files.py`."""
+    """Read a file of torch.save on the CPU, without running code from it; see `torch_files.read_torch_file`."""
     return resolve_name(f"{__name__}.torch_files:read_torch_file")(path)

@@ -1,8 +1,8 @@
-"""Weights from folders of torch.distributed.checkpoint, read without running code from them.
+"""Read weights from folders of torch.distributed.checkpoint (sharded FSDP checkpoints), without running code.
 
-Such a folder has the pickle `.metadata` and the ranks' `.distcp` files, in which each piece of a tensor is a file of
-torch.save. The pickle is read as data, with plain records in place of the objects that it names. Pieces of tensors are
-read with `weights_only=True`; other objects are never read. So sharded FSDP checkpoints of other trainers can be read.
+Such a folder has the pickle `.metadata` and a `.distcp` file for each rank. In a `.distcp` file, each piece of a tensor
+is stored as torch.save writes it. The pickle is read with plain records in place of the objects that it names. Pieces
+of tensors are read with `weights_only=True`; other objects are never read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from instep.utils.untrusted_files import read_regular
 
 _METADATA = ".metadata"
 _METADATA_BYTES = 2**29
-_WITHIN = "pytorch_model_fsdp_0"  # Accelerate's folder of weights inside the folder of a state
+_WITHIN = "pytorch_model_fsdp_0"  # subfolder in which Accelerate stores the weights
 _OF_DCP = ("torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem.")
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A box of a tensor, and where in which file its bytes are."""
+    """A rectangular part of a tensor, and the file and position of its bytes."""
 
     path: Path
     begin: int
@@ -45,13 +45,13 @@ class _Piece:
 
 
 class _DcpTensor:
-    """A tensor of a folder that is read when it is requested."""
+    """A tensor in a folder of torch.distributed.checkpoint, which is read only when `read` is called."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[_Piece]) -> None:
         self.name, self.shape, self.dtype, self._pieces = name, torch.Size(shape), dtype, pieces
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the tensor, or a box of it, on the CPU, into new memory."""
+        """Read the tensor, or a rectangular part of it (a slice for each dimension), into new CPU memory."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         for piece in self._pieces:
             with reading(piece.path, f"does not hold {self.name}"):
@@ -67,8 +67,8 @@ class _DcpTensor:
 
 
 def find_folder(path: Path) -> Path | None:
-    """Find the folder with `.metadata`: the path itself, or Accelerate's folder in it; None if there is none."""
-    if not isinstance(path, Path):  # a URL: torch writes only local folders
+    """Return the folder with the file `.metadata`: `path` or Accelerate's subfolder of it; None if neither has it."""
+    if not isinstance(path, Path):  # a URL; torch writes only local folders
         return None
     if (path / MANIFEST).exists():
         return None
@@ -76,12 +76,12 @@ def find_folder(path: Path) -> Path | None:
 
 
 def open_folder(folder: Path, roots: tuple[str, ...]) -> Mapping[str, StoredTensor]:
-    """List the tensors of a model. Each stays in its file until it is read.
+    """Return the tensors of the model by name; a tensor is read from its file only when its `read` is called.
 
     Args:
         folder: folder that `find_folder` returned.
         roots: keys that may hold a model's weights. If none of them exists, all tensors except those of an optimizer
-            are listed.
+            are returned.
 
     Raises:
         CheckpointError: the folder has no tensor, or names a file outside of it.
@@ -97,7 +97,7 @@ def open_folder(folder: Path, roots: tuple[str, ...]) -> Mapping[str, StoredTens
 
 
 def _describe(metadata: Any, folder: Path) -> tuple[dict[str, _DcpTensor], dict[str, tuple[Any, ...]]]:
-    """Return the tensors by name, and the keys that lead to each."""
+    """Return all tensors by name, and for each name the tuple of keys that lead to the tensor in the state dict."""
     about = _state(metadata, "Metadata")
     places: dict[tuple[str, tuple[int, ...]], Mapping[str, Any]] = {}
     for key, value in about["storage_data"].items():
@@ -140,7 +140,7 @@ def _tensor(name: str, about: Mapping[str, Any], places: Mapping[Any, Mapping[st
 
 
 def _check_ranges(tensors: Any) -> None:
-    """Raise an error for pieces that overlap, or that lie beyond the end of an existing file."""
+    """Raise an error if pieces of tensors overlap in a file, or are beyond the end of a file."""
     ranges: dict[Path, set[tuple[int, int]]] = {}
     for piece in chain.from_iterable(tensor._pieces for tensor in tensors):
         ranges.setdefault(piece.path, set()).add((piece.begin, piece.length))
@@ -161,7 +161,7 @@ def _check_ranges(tensors: Any) -> None:
 
 
 def _state(record: Any, name: str) -> Mapping[str, Any]:
-    """Return the attributes of an object of torch.distributed.checkpoint."""
+    """Return the attributes of a record that stands for an object of torch.distributed.checkpoint."""
     if type(record) is not Record or record.name not in [f"{module}{name}" for module in _OF_DCP]:
         what = record.name if type(record) is Record else type(record).__name__
         raise ValueError(f"it names {what}, which does not describe a checkpoint; {name} is expected")
@@ -171,7 +171,7 @@ def _state(record: Any, name: str) -> Mapping[str, Any]:
 
 
 def _sizes(size: Any) -> tuple[int, ...]:
-    """Return the numbers of a torch.Size; () for None."""
+    """Return the sizes in a record that stands for a torch.Size; () for None."""
     if size is None:
         return ()
     values: Any = size.args[0] if type(size) is Record and size.name == "torch.Size" and size.args else size
@@ -183,7 +183,7 @@ def _sizes(size: Any) -> tuple[int, ...]:
 def _of_model(
     stored: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], roots: tuple[str, ...]
 ) -> dict[str, str]:
-    """Select the model's entries; return their names with the names of the weights."""
+    """Select the tensors of the model; return a dict from their stored names to the names of the weights."""
     ways = {name: tuple(map(str, paths.get(name, (name,)))) for name in stored}
     for root in roots:
         under = {name: ".".join(way[1:]) for name, way in ways.items() if way[0] == root and len(way) > 1}

@@ -1,7 +1,7 @@
-"""Pickles read as data: every name in them becomes a record, and nothing is imported or called.
+"""Read pickles without importing or calling anything: a plain record replaces each class and function in them.
 
-Python's own reader does the work, with a `find_class` that returns records. Only the instructions that programs use for
-data are allowed. None of these returns registered objects (extension codes of `copyreg`) or allocates memory only
+Python's own unpickler is used, with a `find_class` that returns records. Only the instructions that pickles of data
+need are allowed. None of these returns registered objects (extension codes of `copyreg`), or allocates memory only
 because of a length in the file.
 """
 
@@ -23,15 +23,15 @@ _INSTRUCTIONS = (
 
 
 class Record:
-    """Record in place of a name in a pickle, or of an object that the pickle makes by it.
+    """Record that replaces a class or function in a pickle, or an object that the pickle makes by calling it.
 
-    Its methods are those that a pickle calls. They only store their arguments.
+    The methods of a record are those that a pickle calls; they only store their arguments.
 
     Attributes:
-        name: name with its module, such as "collections.OrderedDict"; empty for a persistent id.
-        args: arguments of the call, as a tuple; None for the name itself. For a persistent id, the id.
-        state: state of the object; None without one.
-        items: pairs that the pickle set in the object.
+        name: dotted name of the class or function, such as "collections.OrderedDict"; "" for a persistent id.
+        args: arguments of the call, as a tuple; None for the class or function itself. For a persistent id, the id.
+        state: state that the pickle set on the object; None if there is none.
+        items: pairs of a key and a value that the pickle set in the object.
         entries: values that the pickle appended to the object.
     """
 
@@ -47,7 +47,7 @@ class Record:
         return Record(self.name if self.args is None else f"{self.name}()", args)
 
     def __setstate__(self, state: Any) -> None:
-        # a second state is refused, since a check would see only one of the two
+        # Refuse a second state, since checks of the record would see only one of the two.
         if self.args is None or self.state is not None:
             raise ValueError(f"a state of {self.name}, which is a name or has one")
         self.state = state
@@ -56,32 +56,32 @@ class Record:
         self.items.append((key, value))
 
     def append(self, value: Any) -> None:
-        """Store a value that a pickle appends."""
+        """Store a value that the pickle appends to the object."""
         self.entries.append(value)
 
 
 def read_pickle(data: bytes | BinaryIO) -> Any:
-    """Read a pickle as data, with records in place of everything that it names.
+    """Read a pickle, with records in place of all classes, functions and objects that it names.
 
     Args:
-        data: the pickle, or a stream. From a stream, one pickle is read, and the stream stays at its end.
+        data: the pickle, or a stream. From a stream, one pickle is read, and the stream's position is after it.
 
     Returns:
-        Plain values, containers of them, and records.
+        A value made of plain values, containers and records.
 
     Raises:
-        ValueError: the pickle is incomplete, or no program writes such a pickle for data. A damaged pickle may raise
-            other errors too.
+        ValueError: the pickle is incomplete, or has instructions that pickles of data do not need. A damaged pickle may
+            raise other errors too.
     """
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:
         return _Reader(stream, encoding="latin1").load()
-    except pickle.UnpicklingError as error:  # the original error would say that loading the file runs code
+    except pickle.UnpicklingError as error:  # replaced, since its message speaks of loading unsafe files
         raise ValueError(str(error)) from error
 
 
 def records_in(value: Any) -> Iterable[Record]:
-    """Return every record in a result of `read_pickle`, each once."""
+    """Return all records in a result of `read_pickle`, each of them once."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -110,12 +110,12 @@ def _refuse(_: Any) -> None:
 
 
 def _is_flat(key: Any, levels: int = 3) -> bool:
-    """Return False for deeply nested tuples, whose hash (in C) would take practically for ever."""
+    """Return False for deeply nested tuples: computing their hash may take almost forever."""
     return type(key) not in (tuple, frozenset) or (levels > 0 and all(_is_flat(part, levels - 1) for part in key))
 
 
 def _hashing(name: str, keys: slice) -> Callable[[Any], None]:
-    """Make an instruction that hashes these values of the stack, after a check of them."""
+    """Make an unpickler instruction that checks its keys on the stack before it hashes them."""
 
     def checked(reader: Any) -> None:
         if not all(map(_is_flat, reader.stack[keys])):
@@ -133,13 +133,13 @@ _HASHING = {
 
 
 class _Reader(pickle._Unpickler):
-    """Python's pickle reader in Python. Unlike the reader in C, it can do without some instructions."""
+    """Unpickler with fewer instructions. It derives from the one in Python, since that in C cannot be restricted."""
 
     dispatch = {
         **dict.fromkeys(range(256), _refuse),
         **{getattr(pickle, name)[0]: _known[getattr(pickle, name)[0]] for name in _INSTRUCTIONS},
         **{getattr(pickle, name)[0]: _hashing(name, keys) for name, keys in _HASHING.items()},
-        pickle.NEWOBJ[0]: _known[pickle.REDUCE[0]],  # the original NEWOBJ would look up the `__new__` of any object
+        pickle.NEWOBJ[0]: _known[pickle.REDUCE[0]],  # Python's own NEWOBJ looks up `__new__` on any object
     }
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Files of torch.save, checked by their own table of contents before torch reads them.
+"""Read files of torch.save, after a check that the sizes in them are consistent.
 
-`torch.load(weights_only=True)` calls no code that a file names, but it trusts the numbers in it: if a storage is longer
-than its record, torch reads the memory behind the record. So the file's description of itself is first compared with
-its size. This is possible because torch stores records uncompressed, and each storage in its own record.
+`torch.load(weights_only=True)` runs no code from a file, but it trusts the numbers in the file: if a storage is longer
+than its record in the zip file, torch reads the memory behind the record. So the sizes of storages and records are
+compared first. This is possible because torch stores records uncompressed, and each storage in its own record.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from instep.checkpoint.remote import files_of
 from instep.errors import CheckpointError
 from instep.utils.untrusted_files import open_regular
 
-_SMALL_BYTES = 2**16  # limit of small records, such as the version and the byte order
-_PICKLE_BYTES = 2**29  # limit of the part without tensors
+_SMALL_BYTES = 2**16  # largest size of small records, such as the version and the byte order
+_PICKLE_BYTES = 2**29  # largest size of the pickle, which does not contain the values of tensors
 _ITEM_BYTES = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
     **dict.fromkeys(("Float", "Int", "QInt32"), 4),
@@ -37,20 +37,20 @@ _MODULES = ("torch", "torch.storage", "torch.cuda")
 _WITH_ATTRIBUTES = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
 _MAKES_TENSORS = ("torch", "torch._tensor", "torch._utils", "torch.cuda", "torch.nn.parameter", "torch.sparse")
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_END = struct.Struct("<4s4H2LH")  # last record of a zip file, which holds the position of its directory
+_END = struct.Struct("<4s4H2LH")  # end record of a zip file, with the position of its directory
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file of torch.save on the CPU. A file that would run code is refused.
+    """Read a file of torch.save on the CPU; refuse a file that needs to run code.
 
     Args:
-        path: file that one `torch.save` wrote.
+        path: file that one call of `torch.save` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read without running code, or not at all.
-        CorruptCheckpointError: the file is damaged, or its content does not fit its size.
+        CheckpointError: the file cannot be read, or not without running code.
+        CorruptCheckpointError: the file is damaged, or the sizes in it are inconsistent.
     """
     with (
         reading(path, "is not a whole file of torch.save"),
@@ -62,11 +62,11 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load_torch(file: BinaryIO, path: Path) -> Any:
-    """Read an open file of torch.save. Errors that its content causes are raised unchanged.
+    """Read an open file of torch.save, without converting errors that a damaged file causes.
 
     Args:
-        file: open file, at its beginning.
-        path: path of the file, for the text of errors.
+        file: open file, positioned at its beginning.
+        path: path of the file, for messages.
     """
     try:
         _check(file)
@@ -81,10 +81,10 @@ def load_torch(file: BinaryIO, path: Path) -> Any:
 
 
 def _check(file: BinaryIO) -> None:
-    """Compare a file's description of itself with its size; raise ValueError if they do not fit."""
+    """Raise ValueError if the sizes in a file of torch.save are inconsistent."""
     size = file.seek(0, 2)
     file.seek(0)
-    zipped = file.read(4) == b"PK\x03\x04"  # the same test as in torch
+    zipped = file.read(4) == b"PK\x03\x04"  # torch makes the same test
     file.seek(0)
     if zipped:
         _check_zip(file, size)
@@ -109,17 +109,16 @@ def _check_zip(file: BinaryIO, size: int) -> None:
             raise ValueError(f"{len(pickles)} records data.pkl, or one that is too large")
         folder = pickles[0].removesuffix("data.pkl")
         small = (name for name in records if name != pickles[0] and not name.startswith(f"{folder}data/"))
-        if any(records[name].file_size > _SMALL_BYTES for name in small):  # torch reads these records completely
+        if any(records[name].file_size > _SMALL_BYTES for name in small):  # torch reads these records into memory
             raise ValueError("a record that is no storage is too large")
         stored = {name.removeprefix(f"{folder}data/"): entry.file_size for name, entry in records.items()}
         _check_value(read_pickle(archive.read(pickles[0])), stored)
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Raise an error for a zip file in which two readers could find two directories.
+    """Raise an error for a zip file in which torch and Python's zipfile would find different directories.
 
-    torch looks for the directory at the position that the file gives, the standard library at the place where it must
-    end.
+    torch reads the directory at the position that the end record gives; zipfile expects it right before the end record.
     """
     file.seek(max(size - _END.size - _LOCATOR_64.size - _END_64.size, 0))
     tail = file.read()
@@ -139,7 +138,7 @@ def _check_directory(file: BinaryIO, size: int) -> None:
 
 
 def _check_legacy(file: BinaryIO, size: int) -> None:
-    """Check a file of the format before torch 1.6: five pickles, followed by the storages."""
+    """Check the sizes in a file of torch's format before 1.6: five pickles, followed by the storages."""
     head = file.read(tarfile.BLOCKSIZE)
     file.seek(0)
     if head and _is_tar(head):
@@ -163,14 +162,14 @@ def _is_tar(block: bytes) -> bool:
 
 
 def _check_value(value: Any, stored: Mapping[str, int] | None) -> dict[str, int]:
-    """Compare storages and tensors with what is stored.
+    """Check the storages and tensors in the pickle of a file of torch.save.
 
     Args:
-        value: content of the pickle.
-        stored: bytes of each storage's record; None if only the pickle has them.
+        value: content of the pickle, as `read_pickle` returns it.
+        stored: size in bytes of each storage's record; None if only the pickle contains the sizes.
 
     Returns:
-        Bytes of each storage that is used.
+        Size in bytes of each storage that the pickle uses.
     """
     used: dict[str, int] = {}
     for record in records_in(value):
@@ -201,7 +200,7 @@ def _item_bytes(kind: Any) -> int:
 
 
 def _check_call(name: str, args: Any) -> None:
-    """Raise an error for calls by which torch would make anything but tensors from the file's storages."""
+    """Raise an error for a call by which torch would make something else than a tensor from the file's storages."""
     module, _, function = name.rpartition(".")
     if name in _WITH_ATTRIBUTES:
         _check_attributes(args[3] if len(args) > 3 else None)
@@ -216,7 +215,7 @@ def _check_call(name: str, args: Any) -> None:
 
 
 def _check_state(name: str, state: Any) -> None:
-    """Raise an error for attributes that would hide methods of the objects that torch makes."""
+    """Raise an error for attributes in a pickle that would replace methods of the objects that torch makes."""
     if state is None:
         return
     if name == "collections.OrderedDict" and type(state) is dict and state.keys() <= {"_metadata"}:

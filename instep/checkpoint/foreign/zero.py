@@ -1,9 +1,10 @@
-"""Weights from folders of DeepSpeed's `save_checkpoint`, read without running code from them.
+"""Read weights from folders of DeepSpeed's `save_checkpoint`, without running code from them.
 
-Such a folder has the file `latest` and one folder per tag, with the files `*_model_states.pt` and `*_optim_states.pt`
-of each rank, which are pickles of torch.save. They are read with `weights_only=True`. Besides tensors they name four
-classes of DeepSpeed (of its loss scaler, an enum and an address). Empty classes replace these, so deepspeed need not be
-installed. The float32 weights are in flat partitions, one per rank. Moments and steps are not read.
+Such a folder has the file `latest` and a folder for each tag, with the files `*_model_states.pt` and
+`*_optim_states.pt` of each rank, which torch.save has written. They are read with `weights_only=True`. Besides tensors
+they contain objects of four classes of DeepSpeed (its loss scalers, an enum and an address). Empty classes replace
+these, so that DeepSpeed need not be installed. The float32 weights are stored in flat partitions, one per rank. The
+optimizer's moments and steps are not read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
 class _Unread:
-    """Stand-in for an object of DeepSpeed that weights do not need."""
+    """Empty class in place of a class of DeepSpeed whose objects are not needed for the weights."""
 
 
 _STAND_INS: list[Any] = [
@@ -40,7 +41,7 @@ _STAND_INS: list[Any] = [
 
 
 def find_folder(path: Path) -> Path | None:
-    """Find the folder of a tag: the path itself, or the tag that `latest` in it names; None if there is none."""
+    """Return the folder of a tag: `path` itself, or the tag that the file `latest` in it names; None without one."""
     latest = path / "latest"
     tagged = path
     if isinstance(path, Path) and latest.is_file():
@@ -54,14 +55,14 @@ def open_folder(folder: Path, roots: tuple[str, ...]) -> dict[str, Tensor]:
 
     Args:
         folder: folder that `find_folder` returned.
-        roots: not used: DeepSpeed keeps the weights in one place.
+        roots: not used, since DeepSpeed always stores the weights under the same keys.
 
     Returns:
-        Name -> tensor on the CPU; a tied tensor is under each of its names.
+        Tensors on the CPU by name; a tied tensor is under each of its names.
 
     Raises:
-        CheckpointError: the folder cannot be read without running code, or its kind is not supported.
-        CorruptCheckpointError: files are missing, or do not fit together.
+        CheckpointError: the folder cannot be read without running code, or its format is not supported.
+        CorruptCheckpointError: files are missing or inconsistent.
     """
     names = [file.name for file in folder.iterdir()]
     with torch.serialization.safe_globals(_STAND_INS):
@@ -90,7 +91,7 @@ def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]
     else:
         parts = [state["single_partition_of_fp32_groups"] for state in optimizers]
         weights = _stage_1_and_2(shapes, parts, first.get("param_alignment_paddings"))
-        frozen = {}  # frozen parameters are whole in the module's state
+        frozen = {}  # the module's state has the frozen parameters completely
     cut = {name for group in shapes for name in group} | frozen.keys()
     rest = {name: value for name, value in models[0]["module"].items() if name not in cut and isinstance(value, Tensor)}
     found = {**rest, **frozen, **weights}
@@ -101,7 +102,7 @@ def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]
 
 
 def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], gaps: Any) -> dict[str, Tensor]:
-    """Join flat parameter groups that are partitioned over ranks and may have gaps after parameters."""
+    """Join ZeRO stage 1 and 2 weights: each flat parameter group is partitioned over ranks, and may have gaps."""
     found: dict[str, Tensor] = {}
     for index, group in enumerate(shapes):
         flat = torch.cat([rank[index].reshape(-1) for rank in parts]).float()
@@ -113,7 +114,7 @@ def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], ga
 
 
 def _stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Join parameters that are each partitioned over ranks. A rank has its parts of all of them in a row."""
+    """Join ZeRO stage 3 weights: each parameter is partitioned over ranks; a rank stores its parts in a row."""
     found: dict[str, Tensor] = {}
     begin = 0
     for name, shape in (item for group in shapes for item in group.items()):
@@ -138,7 +139,7 @@ def _runs(groups: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def _in_order(names: Sequence[str], ending: str, folder: Path) -> list[str]:
-    """Sort the files of all ranks by rank, since the numbers in their names are not padded with zeros."""
+    """Sort the files of all ranks by rank number; a sort by name would not do, since numbers have no leading zeros."""
 
     def rank(name: str) -> tuple[int, ...]:
         found = _RANK.search(name)
