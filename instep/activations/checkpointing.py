@@ -144,7 +144,7 @@ class ActivationCheckpointing(Callback):
                 )
 
     def _budget(self) -> ExitStack:
-        import torch._functorch.config as config  # imported late: only compiled modules have one
+        import torch._functorch.config as config  # imported late, since only compiled modules have one
 
         stack = ExitStack()
         stack.enter_context(config.patch(activation_memory_budget=self.memory_budget))  # pyright: ignore[reportAttributeAccessIssue]

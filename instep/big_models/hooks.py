@@ -132,7 +132,7 @@ class _HookedForward:
     @property
     def __signature__(self) -> Any:
         """Signature of the module's own forward, which transformers reads."""
-        from inspect import signature  # imported late: only who reads signatures needs it
+        from inspect import signature  # imported late, since only code that reads signatures needs it
 
         return signature(self.module._old_forward)
 

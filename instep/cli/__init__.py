@@ -1,4 +1,4 @@
-"""The `instep` command: one file for each sub-command, loaded on call; and `TrainerCLI` for your programs."""
+"""The `instep` command, with one file for each sub-command, loaded when called; and `TrainerCLI` for your programs."""
 
 from typing import TYPE_CHECKING
 

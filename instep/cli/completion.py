@@ -4,7 +4,7 @@ In bash, put into ~/.bashrc       eval "$(instep completion bash)"
 In zsh, put into ~/.zshrc         autoload -U compinit && compinit; eval "$(instep completion zsh)"
 In fish, run once                 instep completion fish > ~/.config/fish/completions/instep.fish
 
-The shell then asks `instep` itself, so that what is offered is always that of the installed version.
+The script asks `instep` itself, so the completions always fit the installed version.
 
 Examples:
   instep completion bash                    print it
@@ -25,13 +25,13 @@ _SHELLS = ("bash", "zsh", "fish")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("shell", choices=_SHELLS, nargs="?", help="default: the one that SHELL names")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script."""
-    import argcomplete  # imported late: nothing else needs it
+    """Print the shell's completion script."""
+    import argcomplete  # imported late, since nothing else needs it
 
     shell = args.shell or Path(os.environ.get("SHELL", "")).name
     if shell not in _SHELLS:
@@ -44,7 +44,7 @@ def complete_subcommand(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
     """Complete sub-commands of a program that uses jsonargparse, whose own completion does not cover them.
 
     Args:
-        parsers: by the sub-command's name.
+        parsers: parser of each sub-command, by the sub-command's name.
     """
     words, _ = words_before()
     if words and words[0] in parsers:
@@ -53,8 +53,8 @@ def complete_subcommand(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
 
 
 def words_before() -> tuple[list[str], str]:
-    """Return the program's words before the one that is being completed, and that word."""
-    from argcomplete.lexers import split_line  # imported late: only a shell asks for it
+    """Return the words on the command line before the word that is being completed, and that word."""
+    from argcomplete.lexers import split_line  # imported late, since only a shell asks for it
 
     _, word, _, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
     return words[int(os.environ["_ARGCOMPLETE"]) :], word

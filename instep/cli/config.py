@@ -1,4 +1,4 @@
-"""`instep config` and its sub-commands: ask about, write, change, show and check the config file of launches."""
+"""`instep config` and its sub-commands, which write, change, show and check the config file of `instep launch`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ CONFIG_HELP = "the file (default: INSTEP_CONFIG_FILE, else ~/.config/instep/conf
 class Config:
     """Ask about this machine and write the config file that `instep launch` uses; `instep config default` does not ask.
 
-    It is one YAML file, $XDG_CONFIG_HOME/instep/config.yaml (~/.config/instep/config.yaml) unless INSTEP_CONFIG_FILE or
-    `--config FILE` says otherwise. An empty answer takes what stands in brackets: what an existing file says, if any.
+    The config file is YAML: $XDG_CONFIG_HOME/instep/config.yaml (~/.config/instep/config.yaml), unless
+        INSTEP_CONFIG_FILE or `--config FILE` names another. An empty answer means the value in brackets, which is that
+        of an existing file, if any.
 
       instep config default     write it without questions
       instep config update      change settings, or take over a file of Accelerate
@@ -56,13 +57,13 @@ class Config:
 
     @staticmethod
     def arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
+        """Add this command's arguments to the parser."""
         add_config(parser)
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """Ask, and write the file."""
-        from rich.prompt import Confirm  # imported late: only questions need it
+        """Ask the questions, and write the config file."""
+        from rich.prompt import Confirm  # imported late, since only questions need it
 
         path = target(args.config)
         try:
@@ -80,7 +81,7 @@ class Config:
 
 
 class Default:
-    """Write a config file without questions: the devices of this machine, and what is given here.
+    """Write a config file without questions: the devices of this machine, and the settings given as NAME=VALUE.
 
     Examples:
       instep config default
@@ -90,7 +91,7 @@ class Default:
 
     @staticmethod
     def arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
+        """Add this command's arguments to the parser."""
         add_config(parser)
         add = parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings to put there")
         add.completer = complete_setting  # pyright: ignore[reportAttributeAccessIssue]
@@ -98,7 +99,7 @@ class Default:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """Write the file."""
+        """Write the config file."""
         path, said = target(args.config), assignments(args.settings)
         if path.exists() and not args.force:
             raise UsageError(f"{path} exists: `instep config update NAME=VALUE` changes it, `--force` overwrites it")
@@ -109,10 +110,10 @@ class Default:
 
 
 class Update:
-    """Change settings of the config file, or copy those of another file, also one of Accelerate's.
+    """Change settings of the config file, or copy the settings of another file, which may be one of Accelerate.
 
-    Members of env, rdzv_conf and strategy_options are put to those that are there. What Accelerate calls otherwise is
-    renamed; what has no setting here is listed with what takes its place.
+    New members of env, rdzv_conf and strategy_options are added to the existing members. Settings of Accelerate get
+    their names of instep; for a setting that instep does not have, it is printed what replaces it.
 
     Examples:
       instep config update precision=bf16-mixed max_restarts=3
@@ -123,7 +124,7 @@ class Update:
 
     @staticmethod
     def arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
+        """Add this command's arguments to the parser."""
         add_config(parser)
         add = parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings to change")
         add.completer = complete_setting  # pyright: ignore[reportAttributeAccessIssue]
@@ -133,7 +134,7 @@ class Update:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """Rewrite the file."""
+        """Change the config file."""
         if not (args.settings or args.unset or args.other):
             args.fail("nothing to change: give NAME=VALUE, --unset NAME or --from FILE")
         path = target(args.config)
@@ -159,9 +160,10 @@ class Update:
 
 
 class Show:
-    """Every setting of a launch: its value, where that comes from, and what it is.
+    """Show every setting of a launch: its value, the source of the value, and its meaning.
 
-    An option of `instep launch` wins over the config file, that over the variable INSTEP_NAME, that over the default.
+    An option of `instep launch` counts more than the config file, the file more than the variable INSTEP_NAME, and the
+    variable more than the default.
 
     Examples:
       instep config show
@@ -171,7 +173,7 @@ class Show:
 
     @staticmethod
     def arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
+        """Add this command's arguments to the parser."""
         parser.add_argument("--config", metavar="FILE", help=f"{CONFIG_HELP}, or a template")
         parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -189,7 +191,7 @@ class Show:
 
 
 class Validate:
-    """Check config files: names, values, and contradictions. 1 where something is wrong.
+    """Check the names, values and contradictions in config files; the exit code is 1 if something is wrong.
 
     Examples:
       instep config validate
@@ -199,7 +201,7 @@ class Validate:
 
     @staticmethod
     def arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
+        """Add this command's arguments to the parser."""
         parser.add_argument(
             "files", nargs="*", metavar="FILE", help="files or templates (default: the one that launches use)"
         )
@@ -229,7 +231,7 @@ class Validate:
 
 
 class Templates:
-    """The config files that come with instep: use one by its name, or begin with it.
+    """List the config files that come with instep: use one by its name, or copy it and change the copy.
 
     Examples:
       instep config templates
@@ -239,7 +241,7 @@ class Templates:
 
     @staticmethod
     def arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the arguments."""
+        """Add this command's arguments to the parser."""
         name = parser.add_argument("name", nargs="?", help="print this one")
         name.completer = lambda **_: list(templates())  # pyright: ignore[reportAttributeAccessIssue]
         parser.add_argument("--json", action="store_true", help="for programs")
@@ -291,8 +293,8 @@ def _answers(now: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
-    """Ask a question until the answer is valid; return None for the answer that means none."""
-    from rich.prompt import Prompt  # imported late: slow to import
+    """Ask a question until the answer is valid; return None if the answer is `none`, the text for "no value"."""
+    from rich.prompt import Prompt  # imported late, since it is slow to import
 
     if isinstance(default, list | tuple):
         default = ",".join(map(str, default))
@@ -311,7 +313,7 @@ def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
 
 
 def as_json(launch: Launch) -> dict[str, Any]:
-    """Return every setting with its value and source."""
+    """Return every setting of a launch with its value and the value's source."""
     return {
         name: {"value": hide(getattr(launch.settings, name)), "source": launch.sources.get(name, "default")}
         for name in NAMES
@@ -319,7 +321,7 @@ def as_json(launch: Launch) -> dict[str, Any]:
 
 
 def print_settings(launch: Launch, explain: bool = True) -> None:
-    """Print a table of the settings."""
+    """Print a table of the settings of a launch."""
     rows = [(name, _text(entry["value"]), entry["source"], about(name).text) for name, entry in as_json(launch).items()]
     columns = ("setting", "value", "from", "what it is")[: 4 if explain else 3]
     output.table(columns, [row[: len(columns)] for row in rows])
@@ -330,12 +332,12 @@ def _text(value: Any) -> str:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--config` of a command that writes the file."""
+    """Add the option `--config` to a command that writes the config file."""
     parser.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
 
 
 def target(config: str | None) -> Path:
-    """Return the file that a command writes."""
+    """Return the path of the config file that a command writes."""
     config = config or os.environ.get(FILE_VARIABLE, "").strip()
     if config == NO_FILE:
         raise UsageError(f"{NO_FILE!r} means no config file: name one by --config FILE")
@@ -344,7 +346,7 @@ def target(config: str | None) -> Path:
 
 
 def use(path: Path) -> str:
-    """Return how a launch uses a config file."""
+    """Return a sentence that says how to launch with a config file."""
     return (
         "`instep launch SCRIPT` uses it"
         if path == default_file()
@@ -353,10 +355,10 @@ def use(path: Path) -> str:
 
 
 def assignments(words: Iterable[str]) -> dict[str, Any]:
-    """Read settings from `NAME=VALUE` words, checked; `NAME.MEMBER=VALUE` sets a member of a mapping.
+    """Read and check settings given as words `NAME=VALUE`; `NAME.MEMBER=VALUE` sets a member of a mapping.
 
     Raises:
-        SettingError: a word is none, or its value is wrong.
+        SettingError: a word does not have this form, or its value is wrong.
 
     Example:
         >>> assignments(["env.A=1", "env=B=2", "max_restarts=3"])
@@ -375,10 +377,10 @@ def assignments(words: Iterable[str]) -> dict[str, Any]:
 
 
 def split(path: str) -> tuple[str, str]:
-    """Split a word into the name of a setting and that of its member, if any.
+    """Split a word `NAME.MEMBER` into the name of a setting and the name of its member; the member may be missing.
 
     Raises:
-        SettingError: there is none of this name, or it has no members.
+        SettingError: there is no setting of this name, or it has no members.
     """
     name, _, member = path.partition(".")
     name = name.replace("-", "_")
@@ -389,7 +391,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 def laid_over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings over others, in the same way as a launch merges its sources."""
+    """Merge new settings over old ones, in the same way as a launch merges the settings of its sources."""
     merged = dict(values)
     put(new, dict.fromkeys(new, "here"), merged, dict.fromkeys(merged, "there"))
     return merged
@@ -402,8 +404,8 @@ def complete_setting(prefix: str, **_: Any) -> list[str]:
 
 
 def found() -> dict[str, Any]:
-    """Return the kind and number of this machine's devices; one process on a CPU."""
-    from instep.state import find_device_kind  # imported late: loads torch
+    """Return the kind and number of this machine's devices; the number is 1 for a CPU."""
+    from instep.state import find_device_kind  # imported late, since it loads torch
 
     kind = find_device_kind("auto")
     return {"accelerator": kind.name, "devices": 1 if kind.name == "cpu" else kind.count()}
@@ -411,6 +413,6 @@ def found() -> dict[str, Any]:
 
 def kinds() -> list[str]:
     """Return the kinds of device on this machine, the best first."""
-    from instep.state import DEVICE_KINDS  # imported late: loads torch
+    from instep.state import DEVICE_KINDS  # imported late, since it loads torch
 
     return [name for name, kind in DEVICE_KINDS.items() if kind.count()]

@@ -1,10 +1,10 @@
-"""Show run folders in a browser: a live local page of what no tracker shows.
+"""Show run folders in a browser, on a local page that follows the runs while they go on.
 
-The runs at DIR and below with their state and why they ended, checkpoints and whether they are whole, failures and
-hangs by rank, the hardware, the tail of the log, hyperparameters, and one plot of chosen metrics over runs.
+The page shows the runs at DIR and below: their state and why they ended, their checkpoints and whether these are whole,
+failures and hangs by rank, the hardware, the end of the log, hyperparameters, and a plot of chosen metrics over runs.
 
-The page is for this machine alone. With --host other machines reach it; it has a token then, which is in the address
-that is printed. --token asks for one on this machine too, where other users of it could look.
+By default only this machine can open the page. With --host other machines can open it too, and it then needs a token,
+which is part of the printed address. --token requires the token on this machine too, where other users could look.
 
 Needs the extra: pip install 'instep[dashboard]'
 
@@ -22,7 +22,7 @@ from instep.utils.paths import local_path
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument(
         "dir", nargs="?", default=".", metavar="DIR", help="a run, or a folder that has runs (default: .)"
     )
@@ -36,8 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
-    from instep.dashboard.server import Address, serve  # imported late: help costs nothing
+    """Serve the page until Ctrl-C."""
+    from instep.dashboard.server import Address, serve  # imported late, so that `--help` does not load it
     from instep.sweeps import define
 
     address = Address(args.host, args.port, args.token)

@@ -1,6 +1,6 @@
-"""This machine and the settings that hold here, for people who read a report: versions, devices, free memory.
+"""Print versions, devices, free memory and the settings that a launch on this machine has, for a bug report.
 
-Values whose names look like secrets are hidden.
+Values of variables and settings whose names look like secrets are hidden.
 
 Examples:
   instep env
@@ -38,7 +38,7 @@ _VARIABLES = re.compile(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("--config", metavar="FILE", help=f"{CONFIG_HELP}, or a template")
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    import torch  # imported late: seconds
+    import torch  # imported late, since this takes seconds
 
     yield "instep", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
@@ -81,13 +81,13 @@ def _versions() -> Iterator[tuple[str, str]]:
     if torch.version.cuda is not None:
         yield "cuda", torch.version.cuda
         if torch.distributed.is_nccl_available():
-            from torch.cuda import nccl  # imported late: slow to import
+            from torch.cuda import nccl  # imported late, since it is slow to import
 
             yield "nccl", ".".join(map(str, nccl.version()))
 
 
 def _devices() -> Iterator[dict[str, Any]]:
-    import torch  # imported late: slow to import
+    import torch  # imported late, since it is slow to import
 
     from instep.state import DEVICE_KINDS
 
@@ -108,7 +108,7 @@ def _devices() -> Iterator[dict[str, Any]]:
 
 
 def _main_memory() -> tuple[int | None, int | None]:
-    """Read the total bytes of memory, and the bytes that programs can get; None if the system does not tell."""
+    """Read the bytes of all memory, and of the memory that programs can still get; None if the system tells neither."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return tuple(int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))  # pyright: ignore

@@ -2,9 +2,9 @@
 
 WHAT is a TrainModule or a function that makes one (package.module:Name), a folder or file with a model's configuration
 for transformers, a repository of the Hugging Face hub that has one (user/model), or safetensors files. Two steps run on
-tensors without values: nothing is downloaded or computed. A step needs a batch: --input, --data, or for transformers
---batch-size and --sequence-length; without one, and for files, activations are not counted. On a GPU add
-0.5 to 1.5 GB for its context and NCCL, and what the allocator cannot use.
+tensors without values, so no weights are downloaded and nothing is computed. A step needs a batch: give --input or
+--data, or for transformers --batch-size and --sequence-length. Without a batch, and for files of weights, activations
+are not counted. On a GPU add 0.5 to 1.5 GB for the CUDA context and NCCL, and the memory that the allocator cannot use.
 
 Examples:
   instep estimate-memory train.py:Model --input 32x3x224x224 --input 32:int64
@@ -31,7 +31,7 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     add = parser.add_argument
     add("what", metavar="WHAT", help="an import path, a configuration, or safetensors")
     add("--args", metavar="JSON", default="{}", help="the module's arguments")
@@ -54,8 +54,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Estimate every row, and print the table."""
-    from instep.activations.checkpointing import recomputed  # imported late: loads torch, as the others
+    """Estimate the memory for each combination of settings, and print the table."""
+    from instep.activations.checkpointing import recomputed  # imported late, since it loads torch, as the next ones do
     from instep.cli.memory.estimate import Setup, estimate
     from instep.cli.memory.simulate import process_counts
     from instep.cli.memory.subject import find_subject, json_arguments
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_inference(subject: Subject, dtypes: list[str], as_json: bool) -> int:
-    from instep.cli.memory.inference import loaded_sizes  # imported late: loads torch
+    from instep.cli.memory.inference import loaded_sizes  # imported late, since it loads torch
 
     rows = [asdict(row) for row in loaded_sizes(subject, dtypes)]
     if as_json:

@@ -1,6 +1,7 @@
 """Run a script as several processes, on this machine or on several.
 
-The script's own arguments win over these options, these over the config file (`instep config`), that over variables.
+Arguments that the script gives to its Trainer count more than these options, the options more than the config file
+(`instep config`), and the file more than environment variables.
 Exit codes: 0 done; 75 preempted: saved, run it again; 76 hung; 1 failed; 2 wrong arguments.
 
 Examples:
@@ -25,7 +26,7 @@ _USAGE = 2
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.usage = "instep launch [OPTIONS] SCRIPT [ARGUMENTS]"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
@@ -41,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run this node's agent, and return the exit code of the job."""
+    """Run the agent that starts the ranks of this node, and return the exit code of the job."""
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
         args.fail("SCRIPT is missing")
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         args.fail("-m names a module of Python, --no-python a command without it: give one of them")
     if args.stands_in and args.no_python:
         args.fail("--as is for a script or module of Python: leave --no-python out")
-    # Imported late: load torch.
+    # Imported late, since these modules load torch.
     from instep.config.file import default_file
     from instep.config.layers import resolve
     from instep.config.spec import make_spec
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         if args.stands_in:
             run_as, is_module = ["instep.compat", args.stands_in, *["-m"] * args.module, *program], True
         spec = make_spec(launch, run_as, module=is_module, python=not args.no_python)
-        # On a Ray cluster, or with its own PATH, the program is found elsewhere, so it is not checked here.
+        # On a Ray cluster, or with a PATH of the job's own, ranks may find the program elsewhere, so it is not checked
+        # here.
         if launch.settings.ray is None and not spec.env.keys() & {"PATH", "PYTHONPATH"}:
             check_program(program, module=args.module, python=not args.no_python)
     except SettingError as error:
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         output.say_json({"spec": spec_shown, "sources": launch.sources, "ray": launch.settings.ray}, indent=1)
         return 0
     if launch.settings.ray is not None:
-        from instep.launchers.ray import RayLauncher  # imported late: most need none
+        from instep.launchers.ray import RayLauncher  # imported late, since few launches use Ray
 
         return RayLauncher(launch.settings.ray).run(spec)
     return run_job(spec)

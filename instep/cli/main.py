@@ -1,12 +1,13 @@
-"""The `instep` command: finds the sub-command, and loads only its file.
+"""The `instep` command: find the sub-command, load only its file, and run it.
 
-A sub-command is a file of its path (`instep checkpoint ls` is `instep/cli/checkpoint/ls.py`, `instep estimate-memory`
-is `instep/cli/estimate_memory.py`), or a class of a file that several share (`_SHARED`): `instep config show` is `Show`
-in `instep/cli/config.py`. Its docstring is its help, with examples at its end, after "Examples:", and exit codes of its
-own before that, after "Exit codes:". `arguments(parser)` adds its arguments; `run(args)` runs the command and returns
-the exit code. A command that sets a default for `after` gets the words after `--` in `args.after`. If it has a
-`main(words)`, this gets all words first; if it returns None, `arguments` and `run` are used. `run` imports what needs
-torch, so that help and completion are fast.
+A sub-command has a file that is named after it (`instep checkpoint ls` is `instep/cli/checkpoint/ls.py`, `instep
+estimate-memory` is `instep/cli/estimate_memory.py`), or is a class in a file that several sub-commands share
+(`_SHARED`): `instep config show` is `Show` in `instep/cli/config.py`. The docstring of the file or class is the
+command's help. It ends with "Examples:"; before that it has "Exit codes:", if the command has exit codes of its own.
+`arguments(parser)` adds the command's arguments; `run(args)` runs the command and returns the exit code. If the parser
+has a default for `after`, the words after `--` are in `args.after`. If the file or class has a function `main(words)`,
+it gets all words first; if it returns None, `arguments` and `run` are used. `run` imports what needs torch, so that
+help and completion are fast.
 """
 
 from __future__ import annotations
@@ -98,18 +99,19 @@ _ALL_EXIT_CODES = (
     "  130  interrupted by Ctrl-C",
 )
 EXIT_USAGE = 2
-_WIDE = 50  # columns; if the names of a group's commands take more, its text follows directly after them
+_WIDE = 50  # characters; after a longer list of a group's commands, the group's text follows without alignment
 EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command of `instep`.
 
     Args:
-        argv: its words; by default those of this process.
+        argv: words of the command line; by default those of this process.
 
     Returns:
-        The exit code: 0 all is well, 1 problems were found or it failed, 2 wrong arguments, or what a job ended with.
+        The exit code: 0 all is well; 1 problems were found or the command failed; 2 wrong arguments; or a job's exit
+            code.
     """
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         _complete()
@@ -137,14 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception:
-        if argv is None:  # the process ends with this error, whose text is not trusted
+        if argv is None:  # Python will print this error, whose text is not trusted
             sys.excepthook = lambda *error: sys.stderr.write(clean("".join(format_exception(*error))))
         raise
     return code
 
 
 def _unusable(word: str) -> str | None:
-    """Return why a word cannot be passed to the system; None if it can."""
+    """Return why a word of the command line cannot be a path or a value; None if it can."""
     if "\0" in word:
         return "a NUL"
     try:
@@ -155,7 +157,7 @@ def _unusable(word: str) -> str | None:
 
 
 def find(words: Sequence[str]) -> Command | None:
-    """Find the command with which words begin, the longest if there are two; None if there is none.
+    """Return the command with which the words begin, the longer one if two match; None if none matches.
 
     Example:
         >>> find(["checkpoint", "ls", "."])
@@ -180,11 +182,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
-    """Make the parser of a command's words, with its help.
+    """Make the parser of a command's arguments, with the help text.
 
     Args:
-        command: its name.
-        module: what `load` gives.
+        command: words of the command's name.
+        module: the command's module or class, from `load`.
     """
     about, _, examples = (inspect.getdoc(module) or "").partition("Examples:\n")
     codes = "" if "Exit codes:" in about else f"\n\n{EXIT_CODES}"
@@ -198,7 +200,7 @@ def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
     # The option is hidden, since a reader of the help has already found it.
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     module.arguments(parser)
-    if parser.usage is None and parser.format_usage().count("\n") > 2:  # a usage this long repeats the options below it
+    if parser.usage is None and parser.format_usage().count("\n") > 2:  # it only repeats the options listed below it
         short = parser._get_formatter()
         short.add_usage(None, parser._get_positional_actions(), (), prefix="")
         parser.usage = short.format_help().strip().replace(parser.prog, f"{parser.prog} [OPTIONS]", 1)
@@ -221,7 +223,7 @@ def _run(command: Command, words: list[str]) -> int:
 
 def _complete() -> None:
     """Print the completions after the words of COMP_LINE for the shell, and end the process."""
-    import argcomplete  # imported late: only a shell that completes pays for it
+    import argcomplete  # imported late, since only a shell that completes pays for it
 
     from instep.cli.completion import words_before
 
@@ -246,7 +248,7 @@ def _complete() -> None:
 
 
 def _overview(words: Sequence[str]) -> int:
-    """Print the help of a group of commands, or of all; an error for unknown words."""
+    """Print the help of a group of commands or of all commands; for unknown words, print an error."""
     if words == ["--version"]:
         sys.stdout.write(f"instep {__version__}\n")
         return 0
@@ -268,7 +270,7 @@ def _overview(words: Sequence[str]) -> int:
     if not rest or rest[0] in ("-h", "--help"):
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
-    from instep.utils.porting import COMMANDS_OF_OTHERS  # imported late: only an error reads these tables
+    from instep.utils.porting import COMMANDS_OF_OTHERS  # imported late, since only an error reads these tables
 
     sys.stderr.write(f"{lines[0]}\n")
     names = [" ".join(name[len(group) :]) for name in known if len(name) > len(group)]

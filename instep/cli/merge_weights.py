@@ -1,9 +1,9 @@
-"""Make plain safetensors of any checkpoint's weights, also of one that several ranks wrote in parts.
+"""Write the weights of any checkpoint as plain safetensors, also if several ranks wrote it in parts.
 
-SRC is a checkpoint of instep, a folder that FSDP (torch.distributed.checkpoint) or DeepSpeed wrote, also by way of
-Accelerate or Lightning, a folder or index of safetensors files, or a file of torch.save. OUT is a file where it ends
-with .safetensors, else a folder, with an index where --max-shard-size makes several files of it. No code of SRC runs,
-and nothing is overwritten. Of checkpoints and safetensors one tensor at a time is in memory.
+SRC is a checkpoint of instep, a folder that FSDP (torch.distributed.checkpoint) or DeepSpeed wrote (also through
+Accelerate or Lightning), a folder or index of safetensors files, or a file of torch.save. OUT is a file if it ends with
+.safetensors, else a folder; with --max-shard-size the folder has several files and an index. No code in SRC runs, and
+nothing is overwritten. From checkpoints and safetensors, one tensor at a time is loaded into memory.
 
 Examples:
   instep merge-weights runs/best model.safetensors
@@ -26,7 +26,7 @@ _INDICES = ("model.safetensors.index.json", "model.safetensors")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("src", metavar="SRC", help="a checkpoint")
     parser.add_argument("out", metavar="OUT", help="a .safetensors file or a folder; it must not exist")
     parser.add_argument(
@@ -39,8 +39,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge, and print what was written."""
-    from instep.checkpoint import merge, merge_in_parts  # imported late: loads torch
+    """Merge the weights, and print which files were written."""
+    from instep.checkpoint import merge, merge_in_parts  # imported late, since it loads torch
 
     out = local_path(args.out)
     is_file = out.suffix == ".safetensors"
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(src: str) -> str | Path:
-    from instep.checkpoint.foreign import find_foreign_folder  # imported late: loads torch
+    from instep.checkpoint.foreign import find_foreign_folder  # imported late, since it loads torch
     from instep.checkpoint.manifest import MANIFEST
     from instep.cli.checkpoint.targets import find_one
     from instep.utils.paths import to_path

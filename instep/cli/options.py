@@ -1,4 +1,4 @@
-"""The settings of a launch as options of a command.
+"""Add the settings of a launch to a command's parser, as options.
 
 Each option has its own name, with hyphens or underscores, and the names that other launchers use. Options of other
 launchers that have no setting here are refused, and the error says what replaces them.
@@ -49,12 +49,12 @@ def add_settings(
     """Add options for settings, and `--config`, to a command; `args.said` holds the given values, for `resolve`.
 
     Args:
-        parser: the command's.
-        names: the settings.
-        hidden: leave them out of the help.
-        instead: settings that are options of another name here.
+        parser: parser of the command.
+        names: names of the settings.
+        hidden: whether to leave the options out of the help.
+        instead: for a setting that this command has under another option: that option.
     """
-    parser.allow_abbrev = False  # `--num` would be ambiguous, even if it is an option of the program
+    parser.allow_abbrev = False  # an abbreviation such as `--num` may be an option of the user's program
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118)
     parser.error = _with_advice(parser.error, instead or {})  # pyright: ignore[reportAttributeAccessIssue]
     parser.set_defaults(said={})
@@ -88,7 +88,7 @@ def _add(parser: argparse.ArgumentParser, name: str, shown: str, **kind: Any) ->
 
 def complete_config(prefix: str, **_: Any) -> list[str]:
     """List the completions of `--config` for a shell: templates and files."""
-    from argcomplete.completers import FilesCompleter  # imported late: only a shell that completes needs it
+    from argcomplete.completers import FilesCompleter  # imported late, since only a shell that completes needs it
 
     from instep.config.file import templates
 

@@ -1,6 +1,6 @@
-"""Output of commands: tables for people, JSON for programs.
+"""Print the output of commands: tables for people, JSON for programs.
 
-On a terminal tables are rich's; elsewhere they are aligned text without colors, boxes or line breaks.
+On a terminal rich draws the tables; elsewhere they are aligned text without colors, boxes or line breaks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def say(text: str = "", kept: str = "\n\t") -> None:
     """Print one line or several; control characters of a terminal are escaped, except those in `kept`."""
     encoding = sys.stdout.encoding or "utf-8"
     text = clean(text, kept)
-    # half of a surrogate pair is not valid text
+    # escape half of a surrogate pair, which is not valid text
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 
@@ -38,14 +38,14 @@ def confirm(what: str, question: str, otherwise: str, refusal: str, yes: bool = 
     """Ask the user to agree.
 
     Args:
-        what: it is about, in whole lines.
-        question: that yes answers.
-        otherwise: what to do where nobody can be asked.
-        refusal: the error's text after another answer.
-        yes: the user has said so already: what it is about is printed, and nothing asked.
+        what: text about what will be done, in whole lines.
+        question: question that the user answers with yes or no.
+        otherwise: what the user should do if there is no terminal to ask on.
+        refusal: text of the error after any other answer than yes.
+        yes: whether the user has agreed by an option: `what` is printed, and no question is asked.
 
     Raises:
-        UsageError: it is no yes, or nobody can be asked.
+        UsageError: the user did not agree, or cannot be asked.
     """
     if yes:
         return warn(what)
@@ -67,14 +67,14 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable
     """Print a table with one line per row.
 
     Args:
-        headers: the columns' names.
-        rows: the cells; None is an empty one.
-        right: the columns that are aligned to the right.
+        headers: names of the columns.
+        rows: cells of each row; None is an empty cell.
+        right: names of the columns that are aligned to the right.
     """
     cells = [["" if cell is None else clean(str(cell), "") for cell in row] for row in rows]
     to_right = [name in set(right) for name in headers]
     if sys.stdout.isatty():
-        from rich.console import Console  # imported late: only a terminal needs it
+        from rich.console import Console  # imported late, since only a terminal needs it
         from rich.table import Table
         from rich.text import Text
 
@@ -157,7 +157,7 @@ def plain(value: Any) -> Any:
 
 
 def count(number: int, what: str) -> str:
-    """Format a number of things.
+    """Format a number together with its noun.
 
     Example:
         >>> count(1, "tensor"), count(2000, "tensor")
@@ -167,7 +167,7 @@ def count(number: int, what: str) -> str:
 
 
 def size(count: float | None, unknown: str = "") -> str:
-    """Format bytes for people; `unknown` for None.
+    """Format a number of bytes with its unit; return `unknown` for None.
 
     Example:
         >>> size(999), size(1500), size(2.5e9)

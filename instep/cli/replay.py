@@ -1,13 +1,13 @@
 """Repeat the optimizer steps after a checkpoint, bit for bit.
 
-Prints the loss, the gradient norm before clipping and the data set's indices of each: to look at a spike or a NaN
-again, or to see whether a change of the code changes the numbers.
+For each step it prints the loss, the gradient norm before clipping and the indices of the samples. Use it to look at a
+spike or a NaN again, or to see whether a change of the code changes the numbers.
 
-The program that saved the checkpoint is run again, in its folder and with its arguments, with as many processes; its
-first `fit` goes on from the checkpoint, and ends after the last step. Nothing is logged or saved; what the program
-itself writes before that is its own. What it prints goes to stderr.
+The program that saved the checkpoint runs again, in its folder, with its arguments and with as many processes. Its
+first `fit` goes on from the checkpoint, and ends after the last of the steps. The Trainer logs and saves nothing; what
+the program itself writes before `fit` is written. What the program prints goes to stderr.
 
-A checkpoint that you did not save yourself names a program too: it is shown, and runs only after a yes.
+If you did not save the checkpoint yourself, the program that it names is shown, and runs only if you agree.
 
 Examples:
   instep replay instep_runs/version_0/checkpoints/step-00001200-1
@@ -37,7 +37,7 @@ from instep.utils.private_files import is_own
 from instep.utils.redact import HIDDEN
 
 _FEW_SAMPLES = 8  # samples that the table names; --json has all
-# Options of the interpreter that do not load code: -W may import a class, and -X and the environment may name code.
+# Options of Python that load no code. With other values, -W may import a class and -X may load code.
 _FLAGS = re.compile(r"-(?:[bBdEIOPqsSuv]+)")
 _VALUES = re.compile(
     r"-W(?:default|error|always|module|once|ignore)(?:::[A-Z]\w*)?"
@@ -46,13 +46,13 @@ _VALUES = re.compile(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("path", metavar="CKPT", help="a checkpoint, or a folder or run, of which the newest is taken")
     parser.add_argument("--steps", type=_count, default=3, help="optimizer steps (default: 3)")
     parser.add_argument("--command", metavar="TEXT", help="another program, with its arguments; or its words after --")
     parser.add_argument("--json", action="store_true", help="for programs; has all samples")
     parser.add_argument("--yes", action="store_true", help="run the program of a checkpoint that you did not save")
-    parser.set_defaults(after=[])  # gives the same as --command, as words after --
+    parser.set_defaults(after=[])  # the words after `--`, which mean the same as the text of --command
 
 
 def _count(text: str) -> int:
@@ -63,8 +63,8 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program again and print its steps; 1 where it failed."""
-    from instep.checkpoint import CheckpointStore  # imported late: loads torch
+    """Run the program again, and print its steps; raise UsageError if the program fails."""
+    from instep.checkpoint import CheckpointStore  # imported late, since it loads torch
     from instep.checkpoint.edge import reading
     from instep.cli.checkpoint.targets import find_one
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) -> tuple[list[str], str, bool]:
-    """Find the arguments after the Python executable, the folder, and whether the program starts its own ranks."""
+    """Return the words after `python`, the folder to run in, and whether the program starts its own ranks."""
     given = shlex.split(args.command) if args.command else args.after
     if given and Path(given[0]).name.startswith("python"):
         given = given[1:]
@@ -135,7 +135,7 @@ def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) ->
 
 
 def _recorded(recorded: Any, path: Path) -> tuple[dict[str, Any], bool]:
-    """Read the command in a checkpoint, and whether this user saved it."""
+    """Return the command that a checkpoint has recorded, and whether this user saved the checkpoint."""
     if recorded is None:
         return {}, False
     how = {key: value for key, value in recorded.items() if key != "mark"} if isinstance(recorded, dict) else {}
@@ -151,7 +151,7 @@ def _script(command: list[str], path: Path, own: bool) -> str:
     """Return the script that Python runs; "" for `-m module`.
 
     Raises:
-        CheckpointError: it would run something else.
+        CheckpointError: the command runs neither a script nor a module.
     """
     words = list(command)
     while words:
@@ -172,7 +172,7 @@ def _script(command: list[str], path: Path, own: bool) -> str:
 
 
 def _check_place(command: list[str], script: str, folder: str, path: Path, own: bool) -> None:
-    """Raise if a program lies in the same place as the checkpoint that names it."""
+    """Raise if the program lies inside the checkpoint that names it, or in the run folder of another user's one."""
     places = [path] if own else [path.parent.parent if path.parent.name == "checkpoints" else path.parent]
     start = Path(folder) / script if script else Path(folder)
     inside = [place for place in places if start.resolve().is_relative_to(place.resolve())]
@@ -193,12 +193,12 @@ def _ask(command: list[str], folder: str, path: Path, ranks: int) -> None:
 
 
 def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
-    from instep.trainer.guests import REPLAY  # imported late: loads torch
+    from instep.trainer.guests import REPLAY  # imported late, since it loads torch
 
     if ranks == 1:
         environment = {**os.environ, REPLAY: order}
         return subprocess.run([sys.executable, *command], cwd=folder, env=environment, stdout=2, check=False).returncode
-    from instep.launch.engine import LaunchSpec, run  # imported late: loads torch
+    from instep.launch.engine import LaunchSpec, run  # imported late, since it loads torch
 
     with _as_in(folder):
         return run(LaunchSpec(ranks, tuple(command), env={REPLAY: order}))
@@ -206,7 +206,7 @@ def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
 
 @contextmanager
 def _as_in(folder: str) -> Iterator[None]:
-    """Run the ranks in this process's folder and with its output."""
+    """Change to a folder and send stdout to stderr, both also for the ranks that start in the `with` block."""
     before, stdout = os.getcwd(), os.dup(1)
     sys.stdout.flush()
     os.chdir(folder)

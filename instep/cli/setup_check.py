@@ -1,4 +1,4 @@
-"""The checks of `instep test` in each rank, one after another, with times and, if useful, bandwidths.
+"""Run the checks of `instep test` in each rank, one after another, and measure times and some bandwidths.
 
 Every rank runs every check; the ranks exchange their errors before the next check begins.
 """
@@ -49,7 +49,7 @@ QUIET: dict[str, Any] = {
 
 
 class Net(TrainModule):
-    """One hidden layer."""
+    """Network with one hidden layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _data(world: int) -> TensorDataset:
 
 
 class Watch(Callback):
-    """Callback that records the losses of epochs, and saves after the last but one."""
+    """Callback that records the mean loss of each epoch, and saves a checkpoint after the last epoch but one."""
 
     def __init__(self, save_to: Path | None = None) -> None:
         self.losses: list[float] = []
@@ -96,7 +96,7 @@ class Watch(Callback):
 
 
 def fit(state: PartialState, root: Path, watch: Watch, ckpt_path: Path | None = None) -> None:
-    """Train in the environment of this process, from a checkpoint if one is given. Collective."""
+    """Train with the settings of this process's environment, from a checkpoint if one is given; all ranks call this."""
     settings = {**QUIET, "default_root_dir": root, "callbacks": [watch]}
     world = state.num_processes
     trainer = Trainer(**settings, num_nodes=state.num_nodes, global_batch_size=_PER_RANK * world)
@@ -126,11 +126,11 @@ class Result:
     """Outcome of a check.
 
     Args:
-        check: its name.
-        seconds: of one call, or of all of it.
-        bytes_per_s: of what each rank sends or writes; None where it moves too little to tell.
-        problems: by rank: what went wrong.
-        note: more about it.
+        check: name of the check.
+        seconds: time of one call.
+        bytes_per_s: bandwidth at which each rank sends or writes; None if the check moves too few bytes to measure it.
+        problems: what went wrong, by rank.
+        note: further text about the result, for the table.
     """
 
     check: str
@@ -148,7 +148,7 @@ def run(timeout_s: float, as_json: bool) -> int:
         as_json: print JSON in place of a table.
 
     Returns:
-        The exit code: 1 where something is wrong.
+        The exit code: 1 if a check failed, else 0.
     """
     asked = Trainer(**QUIET, num_nodes=read_environment().num_nodes)  # this Trainer has the settings of the environment
     state = PartialState(timeout=timedelta(seconds=timeout_s))
@@ -171,15 +171,15 @@ def _all_checks(state: PartialState, asked: Trainer) -> Iterator[Result]:
 def _checked(
     state: PartialState, name: str, body: Callable[[], str], size_bytes: float = 0, calls: int = 1, note: str = ""
 ) -> Result:
-    """Run one check on this rank, and exchange errors with the others.
+    """Run one check on this rank, and exchange errors with the other ranks.
 
     Args:
-        state: this process's.
-        name: the check's.
-        body: does it `calls` times; returns what is wrong, or nothing.
-        size_bytes: that a rank sends in one call.
-        calls: how often it is done, the first time to warm up.
-        note: for the result.
+        state: state of this process.
+        name: name of the check.
+        body: function that is called `calls` times; returns what is wrong, or "" if nothing is.
+        size_bytes: number of bytes that a rank sends in one call; 0: no bandwidth is computed.
+        calls: number of calls; the first of several calls is a warm-up.
+        note: further text for the result.
     """
     seconds, problem = [], ""
     try:
@@ -197,7 +197,7 @@ def _checked(
     return Result(name, slowest, bandwidth, problems, note)
 
 
-# ---- collectives
+# ---- checks of collectives
 
 
 def _collectives(state: PartialState, device: torch.device) -> Iterator[Result]:
@@ -282,7 +282,7 @@ def _triggers(state: PartialState) -> str:
     return "" if seen == expected else f"seen at {seen}, expected {expected}"
 
 
-# ---- training
+# ---- checks of training
 
 
 def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
@@ -300,7 +300,7 @@ def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
         def resume() -> str:
             fit(state, root, second, first.saved)
             last = first.losses[-1:]
-            found = second.losses[-1:]  # the hook during which the checkpoint was saved runs again
+            found = second.losses[-1:]  # the hook in which the checkpoint was saved runs again on resume
             if second.first_step != BATCHES * (EPOCHS - 1):
                 return f"it went on from step {second.first_step}"
             return "" if found == last else f"loss {found} after the checkpoint, {last} without it"
@@ -317,7 +317,7 @@ def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
 
 @contextlib.contextmanager
 def _folder(state: PartialState) -> Iterator[Path]:
-    """Make a folder that all ranks see: a temporary one, or with several nodes one in the shared current folder."""
+    """Make a folder that all ranks see: a temporary one, which with several nodes is in the shared current folder."""
     parent = None if state.num_nodes == 1 else os.getcwd()
     with contextlib.ExitStack() as stack:
         if state.is_main_process:
@@ -329,7 +329,7 @@ def _folder(state: PartialState) -> Iterator[Path]:
         state.wait_for_everyone()
 
 
-# ---- output
+# ---- output of the results
 
 
 def _print(state: PartialState, asked: Trainer, results: list[Result], as_json: bool) -> None:

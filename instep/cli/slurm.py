@@ -1,7 +1,8 @@
 """Submit a script to SLURM: one `instep launch` on each node, started by srun in a batch script.
 
-Ahead of the time limit the ranks save, and the job goes back into the queue, to go on from there. So does a job whose
-node failed. `scancel --signal USR1 JOB` asks for that; `scancel JOB` ends it for good, saved.
+Before the time limit the ranks save a checkpoint, and the job goes back into the queue, to go on from there. So does a
+job whose node failed. `scancel --signal USR1 JOB` makes a job save and requeue now; `scancel JOB` makes it save and
+end.
 Options of `instep launch` about the ranks, such as --precision, --strategy, --max-restarts or --env, are passed on.
 
 Examples:
@@ -30,7 +31,7 @@ _OF_LAUNCH = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.usage = "instep slurm [OPTIONS] SCRIPT [ARGUMENTS]"
     add = parser.add_argument
     add("--nodes", "-N", type=int, default=1, metavar="N", help="(default: 1)")

@@ -1,8 +1,9 @@
-"""Check the set-up that `instep launch` would use: every collective, triggers, a tiny training, a checkpoint.
+"""Check the set-up that `instep launch` would use: collectives, triggers, a tiny training run and its checkpoint.
 
-The training must have the losses of one process, and go on from its checkpoint bit for bit. Prints each check's time,
-that of the slowest rank, and the bandwidth. Under srun, torchrun or mpirun it checks that job. Several nodes must share
-the folder that it is started in. With a module, or a run's configuration, it tests that instead: see `instep fit`.
+The training must have the same losses as one process, and resume from its checkpoint bit for bit. For each check it
+prints the time of the slowest rank, and the bandwidth. Under srun, torchrun or mpirun the ranks of that job run the
+checks. Several nodes must share the folder in which the command starts. With a module, or the configuration of a run,
+the command runs `Trainer.test` instead: see `instep fit`.
 
 Examples:
   instep test --config fsdp --devices 2
@@ -23,12 +24,12 @@ _LONGEST_S = 86400
 
 
 def main(words: Sequence[str]) -> int | None:
-    """Run `Trainer.test` if the words are for it, else check this installation."""
+    """Run `Trainer.test` if the words name a module or a run's configuration; else return None, to check the set-up."""
     return run_trainer("test", words) if is_run(words) else None
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.usage = "instep test [OPTIONS]"
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for each collective (default: 60)")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -37,11 +38,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks, or run as one that a launcher started; 1 if a check failed."""
-    from instep.launch.engine import is_worker  # imported late: loads torch
+    """Start the ranks, or run the checks in a rank that a launcher started; return 1 if a check failed."""
+    from instep.launch.engine import is_worker  # imported late, since it loads torch
 
     if is_worker():
-        from instep.cli import setup_check  # imported late: it loads torch
+        from instep.cli import setup_check  # imported late, since it loads torch
 
         return setup_check.run(args.timeout, args.json)
     if not 0 < args.timeout < _LONGEST_S:

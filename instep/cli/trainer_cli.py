@@ -1,7 +1,7 @@
-"""`TrainerCLI`: trains, validates, tests and predicts by a configuration and the command line.
+"""`TrainerCLI`: train, validate, test and predict as a configuration and the command line say.
 
-Built on jsonargparse. Names and meanings are those of LightningCLI. Settings come from these sources, of which the
-first counts: the command line, `--config` files (the last one first), INSTEP_... variables, a checkpoint's
+It is built on jsonargparse, with the names and meanings of LightningCLI. A setting comes from the first of these
+sources that has it: the command line, `--config` files (the last one first), INSTEP_... variables, a checkpoint's
 hyperparameters, defaults. The configuration is saved in the run's folder before the first step.
 """
 
@@ -55,16 +55,16 @@ from instep.utils.warn import warn_user
 class SaveConfigCallback(Callback):
     """Callback that saves the configuration of a `TrainerCLI` as `config.yaml` in the run folder.
 
-    The file appears whole, and is on the disk before the first step. A run that resumes with another configuration
-    saves this as `config-1.yaml` and so on, so nothing is overwritten. Without a run folder (no logger and no
+    The file is written completely before the first step. A run that resumes with another configuration saves it as
+    `config-1.yaml`, `config-2.yaml` and so on, so nothing is overwritten. Without a run folder (no logger and no
     checkpoints) the file goes into the Trainer's `default_root_dir`, as in Lightning.
 
     Args:
-        parser: what the configuration was parsed with.
+        parser: parser that parsed the configuration.
         config: the parsed configuration.
-        config_filename: the file's name.
-        overwrite: give `config.yaml` the newest configuration instead.
-        save_to_log_dir: False leaves it all to `save_config`.
+        config_filename: name of the file.
+        overwrite: whether the newest configuration replaces `config.yaml`.
+        save_to_log_dir: False: write no file, and only call `save_config`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Save before the first step; a resume that was refused does not come this far, so it saves nothing."""
+        """Save before the first step. If a resume was refused, this hook is not called, so nothing is saved."""
         self._save(trainer, module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
@@ -136,7 +136,7 @@ def _longest(value: Any) -> int:
     return max([len(entries), *map(_longest, entries)])
 
 
-register_unresolvable_import_paths(torch)  # torch's functions do not know their module
+register_unresolvable_import_paths(torch)  # torch's functions do not name the module from which they are imported
 
 ArgsType: TypeAlias = "Sequence[str] | Mapping[str, Any] | Namespace | None"
 _OF_METHODS = {"ckpt_path", "resume", "return_predictions", "verbose"}
@@ -144,34 +144,35 @@ _PLACE = ("accelerator", "devices", "num_nodes", "grace_period_s")
 
 
 class TrainerCLI:
-    """A command line for Trainers, modules and data.
+    """A command-line interface for Trainers, modules and data.
 
-    Constructing it parses the words, seeds, builds data, module and Trainer, and runs the command: `fit`, `validate`,
-    `test` or `predict`. The configuration is saved in the run folder. With `--trainer.devices 4` the program starts its
-    ranks itself, before it builds a module, since the starting process only watches the ranks.
+    The constructor parses the words, seeds the random generators, builds data, module and Trainer, and runs the
+    command: `fit`, `validate`, `test` or `predict`. The configuration is saved in the run folder. With
+    `--trainer.devices 4` the program starts its ranks itself, before it builds a module, since the starting process
+    only watches the ranks.
 
     Subclass it to change what happens: `add_arguments_to_parser` (arguments, links, defaults), `before_fit`,
-    `after_fit` and their kin, `before_instantiate_classes`, `after_instantiate_classes`, `configure_optimizers`, or a
-    method `fit` that runs in the Trainer's place.
+    `after_fit` and the same for other commands, `before_instantiate_classes`, `after_instantiate_classes`,
+    `configure_optimizers`, or a method `fit` that runs in the Trainer's place.
 
     Args:
-        model_class: a TrainModule, or a function that returns one; by default any, by `--model package.Class`.
-        datamodule_class: a DataModule, or a function that returns one; by default any, or none.
-        save_config_callback: saves the configuration; None saves nothing.
-        save_config_kwargs: more arguments of it.
+        model_class: a TrainModule, or a function that returns one; None: `--model package.Class` names it.
+        datamodule_class: a DataModule, or a function that returns one; None: `--data package.Class` may name one.
+        save_config_callback: class of the callback that saves the configuration; None saves nothing.
+        save_config_kwargs: further arguments of this callback.
         trainer_class: a Trainer, or a function that returns one.
-        trainer_defaults: other defaults of its arguments; its `callbacks` are always there, objects or
+        trainer_defaults: other defaults of the Trainer's arguments; its `callbacks` are always added, as objects or
             `{"class_path": ..., "init_args": ...}`.
         seed_everything_default: the seed; True for 0, False to leave the random generators alone.
-        parser_kwargs: arguments of the parser, or of each command's parser by its name.
+        parser_kwargs: arguments of the parser; under the name of a command, arguments of that command's parser.
         parser_class: `TrainerArgumentParser` or a subclass.
-        subclass_mode_model: let subclasses of `model_class` be chosen.
-        subclass_mode_data: let subclasses of `datamodule_class` be chosen.
-        args: words or a configuration, in place of the command line.
-        run: False builds all and runs nothing; there are no commands then.
+        subclass_mode_model: whether a subclass of `model_class` may be chosen.
+        subclass_mode_data: whether a subclass of `datamodule_class` may be chosen.
+        args: words or a configuration, used in place of the command line.
+        run: False: build all objects and run nothing; the parser then has no commands.
         auto_configure_optimizers: add `--optimizer` and `--lr_scheduler`, which replace `configure_optimizers`.
-        load_from_checkpoint_support: let `save_hyperparameters` keep what was configured in place of objects, so that
-            `load_from_checkpoint` can build them again.
+        load_from_checkpoint_support: whether `save_hyperparameters` keeps the configuration in place of objects, so
+            that `load_from_checkpoint` can build them again.
 
     Example:
         >>> class CLI(TrainerCLI):  # doctest: +SKIP
@@ -236,18 +237,18 @@ class TrainerCLI:
         """Add arguments, links (`parser.link_arguments`) and defaults (`parser.set_defaults`) to a command's parser."""
 
     def before_instantiate_classes(self) -> None:
-        """Hook after the words are parsed, with the result in `self.config`."""
+        """Do something after the words are parsed, with the result in `self.config`; a subclass overrides this."""
 
     def after_instantiate_classes(self) -> None:
-        """Hook after `self.model`, `self.datamodule` and `self.trainer` are made."""
+        """Do something after `self.model`, `self.datamodule` and `self.trainer` are built; subclasses override this."""
 
     def configure_optimizers(self, module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
         """Configure the optimizers that the command line names, in place of the module's own.
 
         Args:
             module: the module.
-            optimizer: of its parameters.
-            lr_scheduler: or None.
+            optimizer: optimizer of the module's parameters.
+            lr_scheduler: learning-rate scheduler of the optimizer, or None.
         """
         if lr_scheduler is None:
             return optimizer
@@ -278,7 +279,7 @@ class TrainerCLI:
     # ---- the parser
 
     def init_parser(self, **kwargs: Any) -> TrainerArgumentParser:
-        """Make a parser with `--config`."""
+        """Make a parser with the option `--config`."""
         kwargs = {"dump_header": [f"instep=={__version__}"], "usage": "%(prog)s [options]", **kwargs}
         parser = self.parser_class(**kwargs)
         parser.add_argument(
@@ -287,7 +288,7 @@ class TrainerCLI:
         return parser
 
     def setup_parser(self, add_subcommands: bool, parser_kwargs: dict[str, Any], words: Any) -> None:
-        """Make the parser; if the first word is a command, only for that command."""
+        """Make the parser; if the first word is a command, only with the arguments of that command."""
         commands = self.subcommands()
         own_kwargs = {name: parser_kwargs.pop(name, {}) for name in commands}
         if add_subcommands:
@@ -306,7 +307,7 @@ class TrainerCLI:
             parser = self.init_parser(**{"description": about, **own_kwargs[name]})
             self._add_arguments(parser)
             method = parser.add_method_arguments(cls, name, skip=set(commands[name]))
-            for other in _OF_METHODS.difference(method):  # one configuration works for all commands
+            for other in _OF_METHODS.difference(method):  # accepted, so that one configuration works for all commands
                 parser.add_argument(f"--{other}", type=Any, help=SUPPRESS)
             self._method_arguments[name] = method
             self._parsers[name] = parser
@@ -338,7 +339,7 @@ class TrainerCLI:
         parser.link_optimizers()
 
     def parse_arguments(self, parser: TrainerArgumentParser, args: Any) -> None:
-        """Parse into `self.config`."""
+        """Parse the arguments into `self.config`."""
         if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, and gets them before anything is parsed
             complete_subcommand(self._parsers)
         try:
@@ -369,7 +370,7 @@ class TrainerCLI:
             self._keep_from_parser(stand_ins)
 
     def _keep_from_parser(self, stand_ins: Mapping[str, StandIn]) -> None:
-        """Record which arguments of the module have texts of the checkpoint; these are built without the parser."""
+        """Record the module's arguments that have texts from the checkpoint; these are built without the parser."""
         plain = self._dumped()
         model = plain.pop("model")
         inner = "init_args." if "class_path" in model else ""
@@ -397,7 +398,7 @@ class TrainerCLI:
         dumped = self.parser.dump(self.config, format="json", skip_link_targets=False, skip_unset=False)
         return self._own(json.loads(dumped))
 
-    # ---- building
+    # ---- building the objects
 
     def _start_ranks(self) -> None:
         """If the program starts its ranks itself, become their agent now, before a module is in memory."""
@@ -440,7 +441,7 @@ class TrainerCLI:
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer.
 
-        Args:
+        kwargs: arguments that replace the configured ones.
             kwargs: what takes the place of configured arguments.
         """
         settings = {**dict(self._get(self.config_init, "trainer") or {}), **kwargs}
@@ -461,7 +462,7 @@ class TrainerCLI:
         self, class_type: Any, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
     ) -> TrainModule:
         """Build the module with hyperparameters that equal the configured values."""
-        plain = self._dumped().get("model", {})  # empty for a class without arguments, which has no entry
+        plain = self._dumped().get("model", {})  # a class without arguments has no entry
         values = {**plain.get("init_args", {}), **plain.get("dict_kwargs", {})} if "class_path" in plain else plain
         for target, value in applied_instantiation_links.items():
             own, _, name = target.removeprefix(f"{self.subcommand}.").partition(".")
@@ -474,7 +475,7 @@ class TrainerCLI:
                 if isinstance(place, dict):
                     place[last] = value
         path = plain.get("class_path", f"{class_type.__module__}.{class_type.__qualname__}")
-        # A value that comes from a link is kept.
+        # A value in `kwargs` comes from a link, and counts more than the checkpoint's value.
         own = {name: value for name, value in self._of_checkpoint.items() if name not in kwargs}
         if own:
             kwargs |= configured_arguments(_returned(self.model_class), {CLASS_PATH: self._path_saved, **own})
@@ -518,7 +519,7 @@ class TrainerCLI:
         cls = register[key][0]
         return given.as_dict() if isinstance(cls, tuple) else with_class_path(cls, given)
 
-    # ---- running
+    # ---- running the command
 
     def _run(self, name: str) -> None:
         for step in (f"before_{name}", name, f"after_{name}"):
@@ -545,12 +546,12 @@ class TrainerCLI:
 
 
 def _returned(cls: Any) -> type:
-    """Return the class that a class or a function makes."""
+    """Return a class itself, or the class that a function returns by its annotation."""
     return cls if isinstance(cls, type) else inspect.signature(cls, eval_str=True).return_annotation
 
 
 def _names_in(value: Any, stand_ins: Mapping[str, StandIn]) -> list[str]:
-    """Collect the stand-ins in plain values."""
+    """List the stand-ins that occur in plain values."""
     if isinstance(value, dict):
         return [name for pair in value.items() for inner in pair for name in _names_in(inner, stand_ins)]
     if isinstance(value, list):
@@ -568,8 +569,8 @@ def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
 
 
 def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
-    """Read from a checkpoint the arguments with which its module was built; nothing from a file of weights."""
-    # Imported late: the checkpoint room is loaded when used
+    """Read the arguments of the module from a checkpoint; return none for a file of weights or a wrong path."""
+    # Imported late, since only a given checkpoint needs it.
     from instep.checkpoint import CheckpointStore, find_checkpoint
 
     try:

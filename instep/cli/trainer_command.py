@@ -43,10 +43,11 @@ class _Command:
 class Fit(_Command):
     """Train a module with data as a configuration and the command line say.
 
-    Settings come from, the first wins: the command line, --config files (the last one first), variables such as
-    INSTEP_FIT__TRAINER__MAX_EPOCHS, defaults. What held is saved as config.yaml in the run folder. Callbacks, loggers,
-    strategies, optimizers and schedulers are named by their class. `instep fit --module PKG:CLASS --help` lists
-    everything for that module, and --trainer.callbacks.help CLASS the arguments of one class.
+    A setting comes from the first of these sources that has it: the command line, --config files (the last one first),
+        variables such as INSTEP_FIT__TRAINER__MAX_EPOCHS, defaults. All settings are saved as config.yaml in the run
+        folder. Callbacks, loggers, strategies, optimizers and schedulers are named by their class. `instep fit --module
+        PKG:CLASS --help` lists everything for that module, and --trainer.callbacks.help CLASS the arguments of one
+        class.
 
     Exit codes: 0 done; 1 it failed; 2 wrong arguments; 75 preempted, and saved; 76 it hung; 130 interrupted.
 
@@ -62,9 +63,9 @@ class Fit(_Command):
 class Validate(_Command):
     """Run a module over its validation data as a configuration and the command line say.
 
-    The settings are those of `instep fit --help`: that command's config.yaml can be given as it is. Arguments of the
-    module that nobody gave are those that the checkpoint of --ckpt_path was saved with. With that config.yaml the
-    checkpoints best and last are those of its run.
+    The settings are those of `instep fit --help`, and the config.yaml that `instep fit` saved can be given unchanged.
+    Arguments of the module that are not given come from the checkpoint of --ckpt_path. With the config.yaml of a run,
+    `--ckpt_path best` and `--ckpt_path last` mean the checkpoints of that run.
 
     Exit codes: 0 done; 1 it failed; 2 wrong arguments; 130 interrupted.
 
@@ -77,8 +78,8 @@ class Validate(_Command):
 class Predict(_Command):
     """Run a module's predict_step over its data as a configuration and the command line say.
 
-    The settings are those of `instep fit --help`: that command's config.yaml can be given as it is. What is predicted
-    is for the module and the callbacks to write (`on_predict_batch_end`).
+    The settings are those of `instep fit --help`, and the config.yaml that `instep fit` saved can be given unchanged.
+    The command does not save predictions: the module or a callback can write them (`on_predict_batch_end`).
 
     Exit codes: 0 done; 1 it failed; 2 wrong arguments; 130 interrupted.
 
@@ -89,17 +90,17 @@ class Predict(_Command):
 
 
 def run_trainer(name: str, words: Sequence[str]) -> int:
-    """Run a command of the Trainer.
+    """Run one of the commands that call a method of the Trainer.
 
     Args:
         name: "fit", "validate", "test" or "predict".
-        words: what followed it.
+        words: words of the command line after the name.
 
     Returns:
         The exit code.
     """
     if all(word in _HELP for word in words):
-        # Imported late: `main` loads this file.
+        # Imported late, since `main` imports this file.
         from instep.cli.main import EXIT_USAGE, load, make_parser
 
         parser = make_parser((name,), load((name,)))
@@ -110,7 +111,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:  # as with `python -m`, since the user's modules are in the current folder
         sys.path.insert(0, os.getcwd())
     words = dotted(words)
-    from instep.cli.trainer_cli import TrainerCLI  # imported late: loads torch and jsonargparse
+    from instep.cli.trainer_cli import TrainerCLI  # imported late, since it loads torch and jsonargparse
     from instep.launch.engine import is_worker
 
     try:
@@ -124,7 +125,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
 
 
 def is_run(words: Sequence[str]) -> bool:
-    """Return whether the words of `instep test` are for the Trainer: they name a module or a run's configuration."""
+    """Return True if the words of `instep test` are for the Trainer: they name a module or a run's configuration."""
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option.split(".")[0] in ("--module", "--model", "--data", "--trainer", "--ckpt_path", "--print_config"):

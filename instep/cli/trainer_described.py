@@ -1,4 +1,4 @@
-"""A checkpoint's hyperparameters as defaults of a parser that builds objects and reads texts as YAML.
+"""Use a checkpoint's hyperparameters as defaults of a parser that builds objects and reads texts as YAML.
 
 No text of the checkpoint reaches that parser: `described_arguments` replaces every text by a stand-in.
 """
@@ -18,14 +18,14 @@ def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, 
     """Describe the arguments of a module as defaults for a parser, without any text of the checkpoint.
 
     Args:
-        cls: the module's class, or a base of the one that was configured.
-        saved: the hyperparameters, with the path of the configured class.
+        cls: the module's class, or a base class of it.
+        saved: the hyperparameters, with the path of the module's class.
 
     Returns:
-        The arguments, of which some texts are stand-ins; and what these stand for.
+        The arguments, with stand-ins in place of texts; and the stand-ins, by name.
 
     Raises:
-        CheckpointError: as `configured_arguments`.
+        CheckpointError: in the same cases as for `configured_arguments`.
     """
     describing, built = _Describing(), configured_class(cls, saved)
     values = {key: value for key, value in saved.items() if key != CLASS_PATH}
@@ -34,11 +34,11 @@ def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class StandIn:
-    """The value that a text in `described_arguments` replaces.
+    """A checkpoint's value that `described_arguments` replaces by the name of a stand-in.
 
     Args:
-        value: the checkpoint's.
-        is_text: it is a text, for an argument that takes any text.
+        value: the value in the checkpoint.
+        is_text: whether the value is a text, for an argument that takes any text.
     """
 
     value: Any

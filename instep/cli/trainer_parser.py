@@ -58,9 +58,9 @@ class LRSchedulerOptions:
     Args:
         interval: "step", counted in optimizer steps, or "epoch"; by default "step" for OneCycleLR and the schedules of
             `instep.schedules`, else "epoch".
-        frequency: it steps every so many intervals.
+        frequency: number of intervals between two steps of the scheduler.
         monitor: the logged metric that ReduceLROnPlateau needs.
-        strict: whether a missing metric is an error, or a warning and no step.
+        strict: True: a missing metric is an error; False: it gives a warning, and the scheduler does not step.
     """
 
     interval: Literal["step", "epoch"] | None = None
@@ -80,11 +80,12 @@ LRSchedulerTypeTuple = (LRScheduler,)
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Build an object from its class's path and arguments. It imports the path, so do not pass untrusted values.
+    """Build an object from its class's path and arguments. The path is imported, so do not pass untrusted values.
 
     Args:
-        args: its first argument, or a tuple of them, such as the parameters for an optimizer.
-        init: `{"class_path": ..., "init_args": ...}`.
+        args: the first argument of the class, or a tuple of its first arguments, such as the parameters for an
+            optimizer.
+        init: the description `{"class_path": ..., "init_args": ...}`.
 
     Example:
         >>> import torch
@@ -119,7 +120,7 @@ def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
 
 
 def with_length(init: Mapping[str, Any], module: TrainModule) -> dict[str, Any]:
-    """Give OneCycleLR and the schedules of `instep.schedules` the run's length, if they have none."""
+    """Add the run's length to the arguments of OneCycleLR and schedules of `instep.schedules`, if they have none."""
     make, given = _named(init), dict(init.get("init_args", {}))
     length = ("total_steps", "epochs", "steps_per_epoch")
     ours = make in schedules.SCHEDULES.values() and "total_steps" in inspect.signature(make).parameters
@@ -141,8 +142,8 @@ class TrainerArgumentParser(ArgumentParser):
 
     Args:
         args: see `jsonargparse.ArgumentParser`.
-        description: what the help begins with.
-        env_prefix: environment variables begin with it: INSTEP_FIT__TRAINER__MAX_EPOCHS.
+        description: first text of the help.
+        env_prefix: first part of the environment variables' names, as in INSTEP_FIT__TRAINER__MAX_EPOCHS.
         allow_abbrev: accept the beginning of an option's name. Off, since `--trainer.max_epoch` may be a typing error.
         kwargs: see `jsonargparse.ArgumentParser`. `default_env=True` shows the variables in the help too.
     """
@@ -173,9 +174,9 @@ class TrainerArgumentParser(ArgumentParser):
 
         Args:
             instep_class: one of these classes, or a function that returns an object of one.
-            nested_key: the options begin with it: `--model.lr`.
-            subclass_mode: any subclass may be chosen: `--model package.Class --model.lr 0.1`.
-            required: with `subclass_mode`: one must be chosen.
+            nested_key: first part of the options' names: "model" for `--model.lr`.
+            subclass_mode: whether any subclass may be chosen, as in `--model package.Class --model.lr 0.1`.
+            required: whether a class must be chosen, with `subclass_mode`.
 
         Returns:
             The names of the arguments.
@@ -209,7 +210,7 @@ class TrainerArgumentParser(ArgumentParser):
 
         Args:
             optimizer_class: the class; in a tuple, any subclass may be chosen.
-            nested_key: the options begin with it.
+            nested_key: first part of the options' names.
             link_to: the key of a module's argument that gets `{"class_path": ..., "init_args": ...}`, for
                 `instantiate_class`. By default the module's `configure_optimizers` is replaced.
         """
@@ -235,7 +236,7 @@ class TrainerArgumentParser(ArgumentParser):
             )
 
     def link_optimizers(self) -> None:
-        """Make the links that `add_optimizer_args` and `add_lr_scheduler_args` have collected."""
+        """Link the optimizers and schedulers to the module's arguments that their `link_to` names."""
         for key, (cls, link_to) in (self.optimizers | self.lr_schedulers).items():
             if link_to == AUTOMATIC:
                 continue
@@ -245,11 +246,11 @@ class TrainerArgumentParser(ArgumentParser):
                 self.link_arguments(key, link_to, compute_fn=partial(_plain_class_path, cls))
 
     def leave_out(self, keys: list[str], texts: dict[str, str]) -> None:
-        """Leave settings that would be read as YAML out of dumps, and replace stand-ins by their texts.
+        """Leave settings that would be read as YAML out of dumps, and replace stand-ins in dumps by their texts.
 
         Args:
-            keys: the settings.
-            texts: by the stand-in, a word that occurs nowhere else.
+            keys: names of the settings to leave out.
+            texts: text for each stand-in; a stand-in is a word that occurs nowhere else.
         """
         self._left_out, self._texts = keys, texts
 
@@ -257,7 +258,7 @@ class TrainerArgumentParser(ArgumentParser):
         """Dump as jsonargparse does, without the settings that `leave_out` has named."""
         if not self._texts and not self._left_out:
             return super().dump(namespace, *args, **kwargs)
-        import yaml  # imported late: only where a checkpoint gives texts
+        import yaml  # imported late, since only where a checkpoint gives texts
 
         known = namespace.clone()
         for key in self._left_out:
@@ -276,7 +277,8 @@ class TrainerArgumentParser(ArgumentParser):
     def parse_env(self, *args: Any, **kwargs: Any) -> Any:
         """Parse environment variables.
 
-        If the command line is parsed later, links are left out, since the command line may give their sources.
+        If the command line is parsed later, links between arguments are left out, since the command line may set their
+        sources.
         """
         partial_result = kwargs.get("_skip_validation", False)
         links = self.__dict__.pop("_links_group", None) if partial_result else None
@@ -287,7 +289,7 @@ class TrainerArgumentParser(ArgumentParser):
                 self._links_group = links
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """Parse a regular file that is not larger than any real configuration."""
+        """Parse a configuration file; exit with an error if it is not a regular file, or far too large."""
         try:
             read_text(Path(path))
         except SettingError as error:
@@ -295,7 +297,7 @@ class TrainerArgumentParser(ArgumentParser):
         return super().parse_path(path, *args, **kwargs)
 
     def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Any:
-        """Parse; raise for a repeated key, and for more values than a configuration may have."""
+        """Parse a configuration's text; exit with an error for a repeated key, or for far too many values."""
         if self.parser_mode == "yaml":
             where = path or "the configuration"
             try:
@@ -307,7 +309,7 @@ class TrainerArgumentParser(ArgumentParser):
         return super().parse_string(content, path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the error and exit with 2; with `exit_on_error=False` raise as jsonargparse does."""
+        """Print the error and exit with code 2; with `exit_on_error=False` raise as jsonargparse does."""
         if not self.exit_on_error:
             super().error(message, ex)
         if read_environment().rank == 0:
@@ -327,8 +329,8 @@ def explain(message: str, classes: Iterable[str] = (), known: Iterable[str] = ()
     """Shorten an error of jsonargparse to the option, what is wrong with it, and what to do.
 
     Args:
-        message: its text.
-        classes: what may be named without a package.
+        message: text of the error.
+        classes: names of classes that may be given without a package.
         known: the settings' names, such as data.batch_size.
     """
     key = re.search(r'Parser key "([^"]+)"', message)
@@ -398,14 +400,14 @@ def import_named(args: Any, env_prefix: str) -> None:
     jsonargparse finds a class by its bare name only if the class is imported, and importing all of them takes seconds.
 
     Args:
-        args: words, whose configuration files are read too, or a configuration.
-        env_prefix: variables that begin with it are searched too.
+        args: words of the command line, whose configuration files are read too; or a configuration.
+        env_prefix: the values of environment variables whose names begin with it are searched too.
     """
     texts = [str(args), *(value for name, value in os.environ.items() if name.startswith(f"{env_prefix}_"))]
     if not isinstance(args, Mapping) and not hasattr(args, "as_dict"):
         paths = [Path(word.partition("=")[2] if word.startswith("-") else word) for word in args]
         for path in paths:
-            # the parser reports these; ValueError: a word holds a NUL character
+            # the parser reports these errors later; ValueError: a word holds a NUL character
             with suppress(SettingError, ValueError):
                 texts += [read_text(path)] if path.suffix in _FILES and path.is_file() else []
     words = set(re.findall(r"\w+", " ".join(texts)))

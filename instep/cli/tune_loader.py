@@ -1,10 +1,11 @@
-"""Measure how fast a loader gives batches, by workers and prefetching, and write the setting to use.
+"""Measure how fast a data loader gives batches with several numbers of workers, and choose the best setting.
 
-WHAT is a function that gives a DataLoader, or a DataModule whose training loader is measured (package.module:Name, or
-train.py:Name). Each setting is measured for --seconds, after its first batch. The fewest workers that are within 5 % of
-the fastest are chosen; with --step-ms the fewest that are faster than the steps. --write makes a YAML file of the
-setting: for a DataModule one that `instep fit --config run.yaml --config FILE` takes, with those of its arguments that
-are called so; for a function the arguments of a DataLoader. On CUDA it has pin_memory=true.
+WHAT is a function that returns a DataLoader, or a DataModule whose training loader is measured (package.module:Name, or
+train.py:Name). Each setting is measured for --seconds, after its first batch. Of the settings within 5 % of the
+fastest, the one with the fewest workers is chosen; with --step-ms, the one with the fewest workers that is faster than
+the training steps. --write makes a YAML file of the chosen setting. For a DataModule it has those of its arguments that
+are named like a DataLoader's, for `instep fit --config run.yaml --config FILE`; for a function it has a DataLoader's
+arguments. On CUDA the setting has pin_memory=true.
 
 Examples:
   instep tune-loader train.py:Digits
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     add = parser.add_argument
     add("what", metavar="WHAT", help="import path of a function that gives a DataLoader, or of a DataModule")
     add("--args", metavar="JSON", default="{}", help="its arguments")
@@ -42,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every setting, print the table, and write the choice."""
-    from instep.cli.memory.simulate import users_code  # imported late: loads torch
+    from instep.cli.memory.simulate import users_code  # imported late, since it loads torch
     from instep.cli.memory.subject import import_path, json_arguments, training_loader
     from instep.data.tune import tune_loader
 
@@ -89,7 +90,7 @@ def check_write(path: Path, data_module: Any) -> None:
     Raises:
         SettingError: the file is there, or the class takes no argument of a `DataLoader`.
     """
-    from instep.data.tune import SETTINGS  # imported late: loads torch
+    from instep.data.tune import SETTINGS  # imported late, since it loads torch
 
     if path.exists():
         raise _is_there(path)
@@ -103,14 +104,14 @@ def write_setting(path: Path, setting: dict[str, Any], data_module: Any) -> None
     """Make a YAML file of a setting.
 
     Args:
-        path: of the file, which is not there yet.
+        path: path of the new file, which must not exist.
         setting: arguments of a `DataLoader`.
-        data_module: the class that takes them; None: none does.
+        data_module: class that takes these arguments; None if no class does.
 
     Raises:
-        SettingError: the file is there.
+        SettingError: the file exists already.
     """
-    import yaml  # imported late: only who writes needs it
+    import yaml  # imported late, since only code that writes needs it
 
     from instep.utils.atomic import create_exclusive
 

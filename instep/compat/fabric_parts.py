@@ -461,7 +461,7 @@ def _check_new(method: str, what: str, objects: Sequence[Any], kind: type = obje
 
 
 def _gather_with_graph(leaf: Tensor) -> Tensor:
-    from torch.distributed.nn.functional import all_gather  # imported late: few programs ask for it
+    from torch.distributed.nn.functional import all_gather  # imported late, since few programs ask for it
 
     return torch.stack(all_gather(leaf))
 

@@ -119,7 +119,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def write_file(path: Path, values: Mapping[str, Any]) -> None:
     """Write a config file in one step, so that it is whole at any time."""
-    import yaml  # imported late: loads a C library
+    import yaml  # imported late, since it loads a C library
 
     ordered = {name: values[name] for name in NAMES if name in values}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -223,7 +223,7 @@ def _resolve(name: str, value: Any) -> Any:
     else:
         value = rule(name, value)
     if name == "strategy" and value != "auto":
-        from instep.strategies.registry import check_name  # imported late: loads torch
+        from instep.strategies.registry import check_name  # imported late, since it loads torch
 
         value = check_name(value)
     return value
@@ -261,7 +261,7 @@ def _object(text: str) -> Any:
 
 def schema() -> dict[str, Any]:
     """Describe the config file as a JSON schema, for editors and other programs."""
-    from instep.strategies import strategy_names  # imported late: loads torch
+    from instep.strategies import strategy_names  # imported late, since it loads torch
 
     defaults = LaunchSettings()
     properties: dict[str, Any] = {}

@@ -137,7 +137,7 @@ class RayLauncher:
     @contextmanager
     def _placed(self, ray: Any, count: int, received: list[int]) -> Iterator[list[Any]]:
         """Place an actor for each rank in a placement group, which is removed at the end."""
-        from ray.util import placement_group, remove_placement_group  # imported late: an optional package
+        from ray.util import placement_group, remove_placement_group  # imported late, since the package is optional
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         there: dict[str, float] = ray.cluster_resources()

@@ -31,7 +31,7 @@ class Place:
 
     def where(self) -> tuple[str, str, list[str]]:
         """Return the node's id and address, and the numbers of this actor's GPUs."""
-        import ray  # imported late: an optional package
+        import ray  # imported late, since the package is optional
 
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])

@@ -106,7 +106,7 @@ class Run:
         Args:
             verify: read every byte; a whole one is "verified" then. Else sizes are compared: it is "complete".
         """
-        from instep.checkpoint.described import checkpoints  # imported late: loads torch
+        from instep.checkpoint.described import checkpoints  # imported late, since it loads torch
 
         root = self.folder / "checkpoints"
         if root.is_symlink() or not root.is_dir():

@@ -78,7 +78,7 @@ def remove(folder: Path) -> Path:
     with ExitStack() as stack:
         saved = folder / "checkpoints"
         if own(saved, folder) and saved.is_dir():
-            from instep.checkpoint.lease import Lease  # imported late: loads torch
+            from instep.checkpoint.lease import Lease  # imported late, since it loads torch
 
             # Take the lease under the run's own id, so that the run is the last holder of the folder if it is put back.
             run_id = (read_status(folder) or {}).get("run_id")

@@ -219,7 +219,7 @@ class Index:
         """Let one process of a machine count while the others wait; these then read the result."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            import fcntl  # imported late: not on every platform
+            import fcntl  # imported late, since not every platform has it
         except ImportError:
             yield
             return

@@ -18,6 +18,6 @@ __all__: list[str] = []  # internal: may change in any release
 
 def define(source: Any) -> None:
     """Define the page, over the `Source` of the dashboard."""
-    from instep.sweeps.page import define_page  # imported late: it loads NiceGUI, which the server has checked for
+    from instep.sweeps.page import define_page  # imported late, since it loads NiceGUI
 
     define_page(source)

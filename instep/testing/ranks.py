@@ -54,7 +54,7 @@ def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, time
 
 def _job(sender: Connection, function: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    from instep.launchers.notebook import debug_launcher  # imported late: only the new process starts ranks
+    from instep.launchers.notebook import debug_launcher  # imported late, since only the new process starts ranks
 
     try:
         answer = "", debug_launcher(function, tuple(args), ranks)

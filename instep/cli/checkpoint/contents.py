@@ -1,4 +1,4 @@
-"""Contents that all formats of checkpoints share; reading and writing instep's own files and safetensors."""
+"""The contents of a checkpoint of any format, and functions that read and write instep's format and safetensors."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _WITHOUT_NAME = (torch.complex128, torch.complex32)
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return the tensors of a safetensors file, or of several that hold parts of them.
+    """Return the header of each tensor in safetensors files; a tensor may be split over several files.
 
     Args:
-        paths: the files.
+        paths: the safetensors files.
 
     Returns:
-        Name -> shape, dtype (torch's name), bytes, `same_as` for one that is stored under another name, and `parts`,
-        how many, where it is not in one piece.
+        Tensor name -> shape, dtype (torch's name), bytes; `same_as` if the data are stored under another name; `parts`,
+        the number of pieces, if the tensor is split.
 
     Raises:
-        CorruptCheckpointError: one is not a whole safetensors file.
+        CorruptCheckpointError: a file is not a whole safetensors file.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, tensor in sorted(join_tensors(map(read_parts, paths)).items()):
@@ -56,16 +56,16 @@ class Contents:
     """Everything that was read from a checkpoint.
 
     Args:
-        weights: the model's, by name.
-        extra: what the model's state has beside tensors.
-        hyper_parameters: the module's arguments.
-        hparams_name: the one argument that they are, where they are one.
-        epoch: from 0.
-        global_step: optimizer steps done.
-        user: what `on_save_checkpoint` added.
-        optimizers: by parameter name, as in instep's own checkpoints.
-        schedulers: their state dicts.
-        left_out: what the source has beside this, for people; writers add what they cannot write.
+        weights: the model's tensors, by name.
+        extra: entries of the model's state dict that are not tensors.
+        hyper_parameters: the saved arguments of the module.
+        hparams_name: name of the argument, if the hyperparameters are a single argument of the module.
+        epoch: number of the epoch, from 0.
+        global_step: number of optimizer steps done.
+        user: what the hook `on_save_checkpoint` added.
+        optimizers: states of the optimizers, with parameters by name, as in instep's own checkpoints.
+        schedulers: state dicts of the schedulers.
+        left_out: names of what the source has beside these fields, for a message; writers add what they cannot write.
     """
 
     weights: dict[str, Tensor]
@@ -80,11 +80,11 @@ class Contents:
     left_out: list[str] = field(default_factory=list)
 
     def leave_out(self, *names: str) -> None:
-        """Record each field that is not empty as left out."""
+        """Add the names of the fields that are not empty to `left_out`."""
         self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
 
     def numbered_optimizers(self) -> list[dict[str, Any]]:
-        """Return the states of optimizers in torch's form: parameters numbered over all groups."""
+        """Return the optimizers' state dicts in torch's form, which numbers the parameters over all groups."""
         states = []
         for number, tree in enumerate(self.optimizers):
             index = {name: i for i, name in enumerate(name for group in tree["groups"] for name in group["params"])}
@@ -116,8 +116,9 @@ def read_instep(path: Path, which: str | None = None) -> Contents:
     """Read an instep checkpoint; every file is verified.
 
     Args:
-        path: its folder.
-        which: "live" or "averaged" weights; None: the plain ones.
+        path: the checkpoint's folder.
+        which: set of weights of a run with WeightAveraging, "live" or "averaged"; None: the set that is loaded by
+            default.
     """
     reader = CheckpointStore(path.parent).read(path)
     contents = Contents(load_weights(path, which), epoch=0, global_step=reader.manifest.step)
@@ -147,10 +148,10 @@ def read_instep(path: Path, which: str | None = None) -> Contents:
 
 
 def write_instep(contents: Contents, path: Path) -> Path:
-    """Write a checkpoint of kind "weights", for `load_from_checkpoint`; the attempt is added to its name.
+    """Write a checkpoint of weights, for `load_from_checkpoint`; an attempt number is added to the folder's name.
 
     Raises:
-        CheckpointError: there is an attempt of that name already.
+        CheckpointError: a checkpoint of this name, with any attempt number, exists already.
     """
     there = [name for name in folder_names(path.parent) if (names.split_name(name) or (name,))[0] == path.name]
     if there or path.exists():
@@ -178,12 +179,12 @@ def write_instep(contents: Contents, path: Path) -> Path:
 
 
 def read_safetensors(path: Path) -> Contents:
-    """Read a file of weights."""
+    """Read the weights in a safetensors file."""
     return Contents(read_tensors(path))
 
 
 def write_safetensors(contents: Contents, path: Path) -> Path:
-    """Write the weights; a tied weight under each of its names, so that `load_state_dict` misses none."""
+    """Write weights to a safetensors file, tied ones under each of their names, so that `load_state_dict` finds all."""
     contents.leave_out("extra", "hyper_parameters", "user", "optimizers", "schedulers")
     raw = [name for name, tensor in contents.weights.items() if tensor.dtype in _WITHOUT_NAME]
     if raw:
@@ -192,7 +193,7 @@ def write_safetensors(contents: Contents, path: Path) -> Path:
 
 
 def put(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Write to a path on a local disk with `write_new`; a URL is refused."""
+    """Write a new file or folder with `write_new`; raise `CheckpointError` if the path is a URL."""
     if not isinstance(path, Path):
         raise CheckpointError(f"{path}: only instep's own format is written to a URL. Give a path, and copy that.")
     return write_new(path, write)

@@ -1,8 +1,8 @@
 """Convert a checkpoint to and from instep, safetensors, Lightning and Accelerate.
 
-What SRC is is found out; what DST becomes is told from its ending (.safetensors, .ckpt), or by --to. Into instep's
-format goes a checkpoint of weights, for load_from_checkpoint, as DST-<attempt>. What is left out is said. Pickles are
-read only where no code has to run, and nothing is ever overwritten.
+The format of SRC is detected. The format of DST follows from its ending (.safetensors, .ckpt), or from --to. In
+instep's format, the folder DST-<attempt> is written: a checkpoint of weights, for load_from_checkpoint. What cannot be
+converted is listed. Pickles are read only if no code has to run for that, and nothing is ever overwritten.
 
 Examples:
   instep checkpoint convert runs/best weights.safetensors       for anyone with safetensors
@@ -28,7 +28,7 @@ _TORCH_FILES = (".ckpt", ".pt", ".pth", ".bin")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("src", metavar="SRC", help="an instep checkpoint, a file, or an Accelerate folder")
     parser.add_argument("dst", metavar="DST", help="what is written; neither it nor DST-<attempt> may exist")
     parser.add_argument("--to", choices=_FORMATS, help="the format of DST; default: by its ending")
@@ -39,8 +39,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and print what was left out."""
-    from instep.checkpoint.edge import reading  # imported late: loads torch
+    """Convert the checkpoint, and print what was left out."""
+    from instep.checkpoint.edge import reading  # imported late, since it loads torch
     from instep.cli.checkpoint import contents, foreign
 
     kind, source = _source(args.src)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(src: str) -> tuple[str, Path]:
-    from instep.checkpoint.manifest import MANIFEST  # imported late: loads torch
+    from instep.checkpoint.manifest import MANIFEST  # imported late, since it loads torch
     from instep.cli.checkpoint.foreign import is_accelerate
     from instep.cli.checkpoint.targets import find_one
 

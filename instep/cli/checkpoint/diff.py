@@ -1,8 +1,9 @@
 """Compare two checkpoints.
 
-Prints how their manifests differ, which files and values only one has, and for every tensor that is not equal bit for
-bit the largest absolute difference. When, where and by which run they were saved makes them no different: its name,
-folder, command, log and clock. Of paths of checkpoints the name is compared.
+Prints how the manifests differ, which files and values only one checkpoint has, and the largest absolute difference of
+each tensor that is not equal bit for bit. Values that only show when, where and by which run a checkpoint was saved do
+not count as different: the run's name, folder, command, log and clock. Of a checkpoint's path only the name is
+compared.
 
 Examples:
   instep checkpoint diff runs/a/step-00000100-1 runs/b/step-00000100-1
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
     from instep.checkpoint import Reader
 
-_MANY = 20  # most lines of one kind without --all
+_MANY = 20  # maximum number of printed lines of one kind, unless --all is given
 _FACTS = ("step", "attempt", "run_id", "world_size", "created", "versions", "info")
-_ARGUMENTS = re.compile(r"\([^()]{20,}\)")  # long arguments in the key of a callback
+_ARGUMENTS = re.compile(r"\([^()]{20,}\)")  # long arguments in the name under which a callback's state is saved
 _WHO_SAVED_IT = ("run_id", "run_folder", "command", "instep_version", "loggers")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("a", metavar="A", help="a checkpoint, or a folder or run that has one")
     parser.add_argument("b", metavar="B", help="another one")
     parser.add_argument("--weights", action="store_true", help="compare model*.safetensors only")
@@ -40,8 +41,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the differences; 1 where there are any."""
-    from instep.checkpoint import CheckpointStore  # imported late: loads torch
+    """Print the differences; return 1 if there are any, else 0."""
+    from instep.checkpoint import CheckpointStore  # imported late, since it loads torch
     from instep.checkpoint.edge import reading
     from instep.cli.checkpoint.targets import find_one
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
-    from instep.checkpoint.reader import whole_name  # imported late: loads torch
+    from instep.checkpoint.reader import whole_name  # imported late, since it loads torch
 
     names_a, names_b = (
         {
@@ -103,7 +104,7 @@ def _records(name: str, reader: Reader) -> list[Any]:
 
 
 def _json(name: str, reader: Reader) -> Any:
-    from instep.checkpoint.lazy import join_trees  # imported late: loads torch
+    from instep.checkpoint.lazy import join_trees  # imported late, since it loads torch
 
     return join_trees(map(reader.json, reader.files_of(name)))
 
@@ -119,7 +120,7 @@ def _tensors(name: str, a: Reader, b: Reader) -> Iterator[dict[str, Any]]:
 
 
 def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
-    import torch  # imported late: slow to import
+    import torch  # imported late, since it is slow to import
 
     if a.shape != b.shape or a.dtype != b.dtype:
         kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (a, b)]
@@ -130,7 +131,7 @@ def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
     wide = torch.complex128 if a.is_complex() else torch.float64
     try:
         x, y = a.to(wide), b.to(wide)
-    except RuntimeError:  # a dtype without arithmetic
+    except RuntimeError:  # the dtype has no arithmetic
         return {"difference": "other bits"}
     other = (x != y) & ~(x.isnan() & y.isnan())
     largest = float(torch.where(other, (x - y).abs(), 0).max())
@@ -139,12 +140,12 @@ def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
 
 
 def _ignored(at: tuple[str, ...], a: Any, b: Any) -> bool:
-    """Return whether two values of trainer.json differ only by who saved them, where and how fast."""
+    """Return True if a difference in trainer.json only shows which run saved the checkpoint, where and how fast."""
     return at[0] in _WHO_SAVED_IT or (at[0] == "callbacks" and ("time_elapsed" in at or _same_name(a, b)))
 
 
 def _same_name(a: Any, b: Any) -> bool:
-    """Return whether two values are paths of checkpoints with the same name, except for the attempt."""
+    """Return True if two values are paths of checkpoints with the same name, except for the attempt number."""
     if not all(isinstance(path, str) and "/" in path for path in (a, b)):
         return False
     name, other = (re.sub(r"-\d+$", "", path.rpartition("/")[2]) for path in (a, b))

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning (one file of torch.save) and of Accelerate (a folder), read without running code.
+"""Read checkpoints of Lightning (a file of torch.save) and Accelerate (a folder) without running code; write them.
 
 Source: what `Trainer.save_checkpoint` of Lightning 2 and `Accelerator.save_state` of Accelerate 1 write.
 """
@@ -18,7 +18,8 @@ from instep.checkpoint.weights import indexed_files, load_weights, plain_tensors
 from instep.cli.checkpoint.contents import Contents, put
 from instep.errors import CheckpointError, CorruptCheckpointError
 
-# The oldest version that reads this layout, since Lightning warns if the file's version is newer than its own.
+# Version in files that are written: the oldest Lightning that reads this layout, since Lightning warns about a file of
+# a newer version than its own.
 _VERSION = "2.0.0"
 _LEFT = {
     "loops": "the place in the epoch (loops)",
@@ -32,14 +33,14 @@ _KNOWN = {
     "hyper_parameters", "hparams_name", "hparams_type",
 }  # fmt: skip
 
-# A whole file, or an index that names the shards; formats without pickle first.
+# Names of Accelerate's weights: a whole file, or an index that names the shards. Formats without pickle come first.
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 
 
 def read_lightning(path: Path) -> Contents:
-    """Read the weights, hyperparameters and what hooks added."""
+    """Read the weights, hyperparameters and values that hooks added from a checkpoint of Lightning."""
     loaded = read_torch_file(path)
     with reading(path, "is no checkpoint of Lightning"):
         return _contents(loaded, path)
@@ -75,7 +76,7 @@ def _contents(loaded: Any, path: Path) -> Contents:
 
 
 def write_lightning(contents: Contents, path: Path) -> Path:
-    """Write what `load_from_checkpoint` of Lightning reads, with optimizers and schedulers."""
+    """Write a file for Lightning's `load_from_checkpoint`, with the states of optimizers and schedulers."""
     schedulers = {str(number): state for number, state in enumerate(contents.schedulers)}
     checkpoint: dict[str, Any] = {
         **contents.safe("the value", contents.user),
@@ -116,7 +117,7 @@ def read_accelerate(folder: Path) -> Contents:
 
 
 def write_accelerate(contents: Contents, folder: Path) -> Path:
-    """Write what `Accelerator.load_state` reads: one model, its optimizers and schedulers."""
+    """Write a folder for Accelerate's `Accelerator.load_state`: one model, its optimizers and schedulers."""
     contents.leave_out("extra", "hyper_parameters", "user")
     files: dict[str, Any] = {}
     for base, states in (("optimizer", contents.numbered_optimizers()), ("scheduler", contents.schedulers)):

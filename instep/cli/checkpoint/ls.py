@@ -1,7 +1,7 @@
 """List the checkpoints at PATH and below, the newest first.
 
-Also says what is broken and why, which saves are going on or were cut short, and which run holds the folder. Sizes are
-compared with what was written; `verify` reads every byte.
+It also prints which checkpoints are broken and why, which saves are in progress or were interrupted, and which run has
+locked the folder. Only the sizes of files are checked; `instep checkpoint verify` reads every byte.
 
 Examples:
   instep checkpoint ls .                                  all runs below this folder
@@ -19,15 +19,15 @@ from instep.cli import output
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("path", metavar="PATH", nargs="?", default=".", help="a checkpoint, run, or folder of runs")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list; 1 where something in it is broken."""
+    """Print the list; return 1 if a checkpoint in it is broken, else 0."""
     from instep.checkpoint.described import describe, holder
-    from instep.cli.checkpoint.targets import find  # imported late: loads torch
+    from instep.cli.checkpoint.targets import find  # imported late, since it loads torch
 
     folders = [
         {
@@ -49,7 +49,7 @@ def _print(folder: dict[str, Any], number: int) -> None:
     if number:
         output.say()
     output.say(folder["folder"])
-    from instep.checkpoint.described import state_of  # imported late: loads torch
+    from instep.checkpoint.described import state_of  # imported late, since it loads torch
 
     lease = folder["lease"]
     if lease is not None:

@@ -1,7 +1,7 @@
-"""Show what is inside a checkpoint; of a folder with several, the newest that is not damaged.
+"""Show what is inside a checkpoint; for a folder with several checkpoints, the newest that is not damaged.
 
-Its manifest, position, hyperparameters, optimizers, schedulers, callbacks, place in the data, and tensors. What is read
-is verified, but for the tensors, of which only the headers are read.
+Prints its manifest, position in the run, hyperparameters, optimizers, schedulers, callbacks, position in the data, and
+tensors. Files are verified when they are read, except those with tensors, of which only the headers are read.
 
 Examples:
   instep checkpoint show instep_runs/version_0
@@ -30,15 +30,15 @@ _SECTIONS = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("path", metavar="PATH", help="a checkpoint, or a folder or run that has one")
     parser.add_argument("--tensors", action="store_true", help="list all tensors, the optimizer's too")
     parser.add_argument("--json", action="store_true", help="for programs; has all tensors")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the content."""
-    from instep.checkpoint import CheckpointStore  # imported late: loads torch
+    """Print what is inside the checkpoint."""
+    from instep.checkpoint import CheckpointStore  # imported late, since it loads torch
     from instep.checkpoint.edge import reading
     from instep.checkpoint.scan import Broken
     from instep.cli.checkpoint.targets import candidates, pass_over
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _content(reader: Reader) -> dict[str, Any]:
-    from instep.checkpoint.reader import whole_name  # imported late: loads torch
+    from instep.checkpoint.reader import whole_name  # imported late, since it loads torch
     from instep.cli.checkpoint.contents import read_headers
 
     manifest = reader.manifest
@@ -84,8 +84,8 @@ def _content(reader: Reader) -> dict[str, Any]:
 
 
 def _optimizers(reader: Reader) -> Any:
-    """List kinds and options of the optimizers, without moments; None if none has the Trainer's form."""
-    from instep.checkpoint import decode  # imported late: loads torch
+    """List the class and options of each optimizer, without its state; None if no optimizer was saved by a Trainer."""
+    from instep.checkpoint import decode  # imported late, since it loads torch
     from instep.checkpoint.lazy import join_trees
 
     if not reader.has_state("optimizer"):
@@ -98,10 +98,10 @@ def _optimizers(reader: Reader) -> Any:
 
 
 class _AnyTensor(dict[str, Any]):
-    """Stand-ins for tensors that are not read; a learning rate may be a tensor."""
+    """Mapping that returns an empty tensor for every name, since no tensor is read; a learning rate may be a tensor."""
 
     def __missing__(self, key: str) -> Any:
-        import torch  # imported late: slow to import
+        import torch  # imported late, since it is slow to import
 
         return torch.empty(0, device="meta")
 

@@ -1,4 +1,4 @@
-"""Checkpoints that a PATH on the command line means."""
+"""Find the checkpoints that a PATH on the command line means."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instep.cli import output
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from instep.utils.paths import to_path
 
-_DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0/checkpoints has five, and one more for safety
+_DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0/checkpoints has five; one is added for safety
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Folder:
     """A folder of checkpoints, and the checkpoints in it that a path means.
 
     Args:
-        store: the folder.
-        found: the newest first.
-        leftovers: saves in progress, and what dead ones and deletions left; with whether nobody is at work there, None
-            where that cannot be known from here.
+        store: store that reads the folder.
+        found: checkpoints in the folder, the newest first.
+        leftovers: folders of saves in progress, of interrupted saves and of deletions; each with True if no process
+            works in it, False if one does, None if that cannot be known from here.
     """
 
     store: CheckpointStore
@@ -33,13 +33,13 @@ class Folder:
 
 
 def find(path: str) -> list[Folder]:
-    """Find the folders of checkpoints that a path means: at the path, below it, or the folder of a single checkpoint.
+    """Find the folders of checkpoints that a path means: the path, folders below it, or the parent of one checkpoint.
 
     Args:
-        path: a checkpoint, a folder of checkpoints, a run folder, or a folder of runs; where it can be, a URL.
+        path: a checkpoint, a folder of checkpoints, a run folder, or a folder of runs, on a disk or as a URL.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointNotFoundError: no checkpoint is found.
     """
     here = to_path(path).absolute()
     if not here.exists():
@@ -59,11 +59,11 @@ def find(path: str) -> list[Folder]:
 
 
 def candidates(path: str) -> list[CheckpointInfo | Broken]:
-    """Return the checkpoints that a path may mean if one is needed, the newest first.
+    """Return the checkpoints in the one folder that a path means, the newest first.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CheckpointError: it does not say which folder.
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointError: the path means several folders of checkpoints.
     """
     folders = find(path)
     if len(folders) > 1:
@@ -75,12 +75,12 @@ def candidates(path: str) -> list[CheckpointInfo | Broken]:
 
 
 def find_one(path: str) -> Path:
-    """Return the newest readable checkpoint that a path means; name damaged newer ones on stderr.
+    """Return the newest readable checkpoint that a path means; warn about each newer one that is damaged.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: there are damaged ones only.
-        CheckpointError: it does not say which one.
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: all checkpoints are damaged.
+        CheckpointError: the path means several folders of checkpoints.
     """
     damaged: list[Broken] = []
     for what in candidates(path):
@@ -93,7 +93,7 @@ def find_one(path: str) -> Path:
 
 
 def pass_over(problem: str) -> None:
-    """Print why an older checkpoint is used."""
+    """Warn that a checkpoint is passed over, and why; the next older one is used."""
     output.warn(f"{problem} The next older one is taken.")
 
 

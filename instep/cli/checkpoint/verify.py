@@ -1,6 +1,6 @@
-"""Hold every byte of the checkpoints at PATH against the checksums taken when they were written.
+"""Compare every byte of the checkpoints at PATH with the checksums that were computed when they were written.
 
-Says which file is wrong, and of a large one which 64 MiB chunk.
+Prints which file is damaged, and for a large file which chunk of 64 MiB.
 
 Examples:
   instep checkpoint verify instep_runs/version_0                          all of a run
@@ -17,15 +17,15 @@ from instep.cli import output
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("path", metavar="PATH", nargs="?", default=".", help="a checkpoint, run, or folder of runs")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a verdict for each; 1 where one of them does not verify."""
+    """Print a result for each checkpoint; return 1 if one does not verify, else 0."""
     from instep.checkpoint.described import sizes
-    from instep.checkpoint.scan import Broken  # imported late: loads torch
+    from instep.checkpoint.scan import Broken  # imported late, since it loads torch
     from instep.cli.checkpoint.targets import find
 
     results: list[dict[str, Any]] = []

@@ -1,4 +1,7 @@
-"""The memory estimate for one set-up. DeepSpeed's ZeRO needs real tensors, so its estimate is a sum of buffers."""
+"""Estimate the training memory for one strategy and precision; for DeepSpeed's ZeRO, sum up its buffers.
+
+ZeRO needs real tensors, so its steps cannot be simulated.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ _SAME_BYTES = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 _KNOWN = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 _STAGES = {"deepspeed": 2, **{f"deepspeed_stage_{stage}": stage for stage in range(4)}}
-_BUCKET = 500_000_000  # most elements of a bucket
-_LIVE = 1_000_000_000  # most elements of gathered parameters in stage 3
+_BUCKET = 500_000_000  # maximum number of elements in a bucket
+_LIVE = 1_000_000_000  # maximum number of elements of gathered parameters in stage 3
 
 
 def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
     """Estimate the memory of a rank under DeepSpeed.
 
     Raises:
-        SettingError: another strategy of DeepSpeed than a stage without offloading.
+        SettingError: the strategy is not a stage of DeepSpeed's ZeRO without offloading.
     """
     if setup.strategy not in _STAGES:
         raise one_of("strategy", setup.strategy, tuple(_STAGES))
@@ -63,16 +66,16 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
 
 
 def _backward(activations: int, buckets: int, on_gpu: bool) -> int:
-    """Return the most bytes of both at one time: a GPU's buckets exist at once; a host's fill as activations go."""
+    """Return the peak bytes of activations and gradient buckets: a CPU frees activations while it fills the buckets."""
     return activations + buckets if on_gpu else max(activations, buckets)
 
 
 def estimate(subject: Subject, setup: Setup) -> Estimate:
-    """Estimate the memory that a process needs.
+    """Estimate the memory that a process needs for training.
 
     Raises:
-        SettingError: the strategy or the precision is not known here.
-        UsageError: the step cannot run without values.
+        SettingError: the memory of this strategy or precision cannot be estimated.
+        UsageError: the training step cannot run on tensors without values.
     """
     name = precision_name("precision", setup.precision)
     name = _SAME_BYTES.get(name, name)

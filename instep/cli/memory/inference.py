@@ -1,4 +1,4 @@
-"""Memory that a model takes after loading, counted in the same way as for device maps."""
+"""Estimate the memory of a loaded model, counted in the same way as for device maps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _REST = "bfloat16"  # dtype of weights that are not quantized
 
 @dataclass(frozen=True)
 class Loaded:
-    """Bytes of a model in one dtype.
+    """Memory of a model that is loaded in one dtype, in bytes.
 
     Args:
-        dtype: its name.
-        weights: of all parameters and buffers; None where there is no layer to quantize.
-        largest_layer: of the largest block that is not split over devices, or layer: what has to be on the device that
-            computes, however much is offloaded. None as above.
+        dtype: name of the dtype.
+        weights: bytes of all parameters and buffers; None if the dtype needs quantization, and no layer can be
+            quantized.
+        largest_layer: bytes of the largest block that is not split over devices, or of a larger single layer. So much
+            must be on the device that computes, however much is offloaded. None if `weights` is None.
     """
 
     dtype: str
@@ -33,20 +34,20 @@ class Loaded:
 
 
 def loaded_sizes(subject: Subject, dtypes: Sequence[str]) -> list[Loaded]:
-    """Count the bytes of a subject in each of some dtypes; no value is made or read.
+    """Count the bytes of a loaded model in each of several dtypes; no weights are made or read.
 
     Args:
-        subject: what is loaded.
-        dtypes: names of torch's, or "nf4" and "fp4". In one of a byte and less the linear layers are held that
-            `load_and_quantize_model` quantizes; all else is bfloat16 then.
+        subject: the model to load.
+        dtypes: names of torch's dtypes, or "nf4" and "fp4". For a dtype of at most one byte, the linear layers that
+            `load_and_quantize_model` quantizes have this dtype, and all other weights are bfloat16.
 
     Raises:
         SettingError: a dtype is unknown.
-        UsageError: the subject cannot be made.
+        UsageError: the model cannot be built.
     """
     with users_code(f"making {subject.name}", "Give its arguments by --args."), init_empty_weights():
         model: Any = subject.make()
-    if hasattr(getattr(model, "model", None), "_no_split_modules"):  # a transformers model knows its blocks
+    if hasattr(getattr(model, "model", None), "_no_split_modules"):  # a transformers model names such blocks
         model = model.model
     whole = getattr(model, "_no_split_modules", None) or ()
 

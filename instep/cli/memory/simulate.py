@@ -1,4 +1,4 @@
-"""Two training steps on tensors without values, under a strategy, with the bytes counted.
+"""Simulate two training steps under a strategy, on tensors without values, and count the bytes.
 
 Strategies of one process and of FSDP run unchanged, in a fake process group. DDP's own code needs real tensors, so the
 bytes of its buckets are added to a simulation of one process.
@@ -38,7 +38,7 @@ from instep.trainer.optimizers import configure
 
 _CPU = torch.device("cpu")
 _INPUT = "Give the batch that it needs by --input SIZES[:DTYPE] for each tensor, or by --data."
-_STEPS = 2  # the first step makes the optimizer's state
+_STEPS = 2  # two, since the first step makes the optimizer's state
 
 _OTHERS = (
     *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (torch, instep)),
@@ -50,17 +50,18 @@ _VALUES_ASKED_FOR = (DataDependentOutputException, DynamicOutputShapeException)
 
 @contextmanager
 def users_code(what: str, advice: str, batch: Any = None) -> Iterator[None]:
-    """Run code of the user; turn an error in it into one message.
+    """Run code of the user in the `with` block; turn an error in it into one message.
 
     Args:
-        what: it is doing.
-        advice: what to do next.
-        batch: what it works on.
+        what: what the code does, such as "making train:Model".
+        advice: what the user can do about an error.
+        batch: the batch that the code works on, if any.
 
     Raises:
-        UsageError: it failed. Instep's own errors, and those of steps that ask for values, are let through.
+        UsageError: the code raised an error. instep's own errors pass unchanged, and so do errors of a step that asks
+            for a tensor's value.
     """
-    # This logger prints torch's traceback of a step that cannot be simulated.
+    # Silence the logger that prints torch's traceback of a step that cannot be simulated.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_off, log.disabled = log.disabled, True
     try:
@@ -85,10 +86,10 @@ def _shape(tensor: Tensor) -> str:
 
 
 class Bytes(TorchDispatchMode):
-    """Counter of the bytes of all tensors that are made inside and still alive, and of their maximum.
+    """Counter of the bytes of all tensors that are made in the `with` block and still alive, and of their maximum.
 
-    It sees the results of operators, and the resizing of storages, by which FSDP frees gathered weights. It does not
-    see the memory that an operator needs while it runs.
+    It counts the results of operators, and follows the resizing of storages, by which FSDP frees gathered weights. It
+    does not count the memory that an operator needs while it runs.
     """
 
     def __init__(self) -> None:
@@ -148,14 +149,15 @@ class Bytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Setup:
-    """The strategy, precision and number of processes of a row of the table.
+    """Strategy, precision and number of processes for which the memory is estimated.
 
     Args:
-        strategy: its name.
-        precision: its name.
-        devices: processes.
-        accumulate: batches of an optimizer step.
-        on_gpu: the module is built in the host's memory, and the optimizer works on many tensors at a time.
+        strategy: name of the strategy.
+        precision: name of the precision.
+        devices: number of processes.
+        accumulate: number of batches per optimizer step.
+        on_gpu: whether training is on a GPU: the module is built in the host's memory, and the optimizer works on many
+            tensors at a time.
     """
 
     strategy: str
@@ -171,13 +173,13 @@ class Estimate:
 
     Args:
         weights: parameters and buffers, between steps.
-        gradients: after a backward; with DDP also the buckets in which they travel.
-        optimizer: its state, and weights that it keeps in another precision.
-        activations: what a forward leaves for its backward; with FSDP also the weights that stay gathered. None where
-            the step is not known.
-        peak: the most at a time, from the building of the module to the end of the second step: more than the sum where
-            a backward or the optimizer needs more for a while.
-        largest: elements of the largest parameter.
+        gradients: gradients after a backward pass; with DDP also the buckets in which they are all-reduced.
+        optimizer: the optimizer's state, and weights that it keeps in another precision.
+        activations: what a forward pass keeps for its backward pass; with FSDP also the weights that stay gathered.
+            None if no step is simulated.
+        peak: the most bytes at one time, from the construction of the module to the end of the second step. It is more
+            than the sum of the others if a backward pass or the optimizer needs temporary memory.
+        largest: number of elements of the largest parameter.
     """
 
     weights: int
@@ -189,7 +191,7 @@ class Estimate:
 
 
 def process_counts(strategy: str, counts: Sequence[int]) -> Sequence[int]:
-    """Choose the numbers of processes for which a strategy is estimated."""
+    """Choose the numbers of processes for which a strategy is estimated: only 1 for a single device."""
     return [1] if strategy == "single_device" else counts
 
 
@@ -197,7 +199,7 @@ def simulate(subject: Subject, setup: Setup) -> Estimate:
     """Train two steps on tensors that have shapes but no values, and count the bytes that one process needs.
 
     Raises:
-        SettingError: the strategy cannot be simulated, or does not go with this number of processes.
+        SettingError: the strategy cannot be simulated, or does not work with this number of processes.
         UsageError: the step asks for a tensor's value, as `.item()` does.
     """
     ddp = setup.strategy.startswith("ddp")
@@ -316,7 +318,7 @@ def _loss_of(output: Any, subject: Subject) -> Tensor:
 
 @contextmanager
 def _patched(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """Replace a function of torch's within the block."""
+    """Replace a function of torch in the `with` block."""
     original = getattr(owner, name)
     setattr(owner, name, function)
     try:
@@ -343,8 +345,8 @@ def _converting() -> Iterator[None]:
 
 @contextmanager
 def _shapes_aside(count: Bytes) -> Iterator[None]:
-    """Leave whole tensors out of the count that DTensor makes to find the shapes of results."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # imported late, with the process group
+    """Leave the full-size tensors that DTensor makes to find the shapes of results out of the count."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # imported late, since it is slow
 
     name = "_propagate_tensor_meta_non_cached"
     original = getattr(ShardingPropagator, name)
@@ -358,7 +360,7 @@ def _shapes_aside(count: Bytes) -> Iterator[None]:
 
 
 def _mesh_strategy() -> type[Strategy]:
-    from instep.strategies.mesh import MeshStrategy  # imported late: tensor parallelism, for who asks for it
+    from instep.strategies.mesh import MeshStrategy  # imported late, since few runs use tensor parallelism
 
     return MeshStrategy
 
@@ -366,7 +368,7 @@ def _mesh_strategy() -> type[Strategy]:
 @contextmanager
 def _group(size: int) -> Iterator[None]:
     """Make a process group of `size` ranks, of which only this process exists."""
-    # Imported late, since it takes half a second. fake_collectives gives older torch the sizes of collectives' results.
+    # Imported late, since it takes half a second. With older torch, fake_collectives tells collectives' result sizes.
     import torch.distributed._tools.fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

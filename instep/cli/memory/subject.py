@@ -1,4 +1,4 @@
-"""Subject of an estimate: a module by import path, a model of transformers, or a file of weights."""
+"""Find the model whose memory is estimated: a module by import path, a model of transformers, or a file of weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from instep.utils.paths import local_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 _FILES = "a .safetensors file or an index of several, a folder with them or with a transformers config.json"
-_DEEPEST = 100  # deepest nesting of modules
+_DEEPEST = 100  # maximum nesting depth of modules
 _MOST_LAYERS = 10_000
 _NAMES = {"float": "float32", "half": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32"}
 
@@ -36,10 +36,10 @@ class Subject:
     """The module and data whose training is estimated.
 
     Args:
-        name: for people.
-        make: makes the module; called where tensors have no values.
-        batch: makes what `training_step` gets; None where no step is simulated.
-        optimizer: makes the optimizer of parameters; None for that of `configure_optimizers`.
+        name: the model's name, for messages.
+        make: function that builds the module; called where tensors have no values.
+        batch: function that makes the batch for `training_step`; None if no step is simulated.
+        optimizer: function that makes the optimizer for parameters; None: use the module's `configure_optimizers`.
     """
 
     name: str
@@ -60,10 +60,10 @@ def find_subject(
     sequence: int,
     weights_only: bool,
 ) -> Subject:
-    """Build the subject that the command line means; see `instep estimate-memory --help` for the arguments.
+    """Build the subject that the command line describes; see `instep estimate-memory --help` for the arguments.
 
     Raises:
-        SettingError: there is no such thing, or an argument does not fit it.
+        SettingError: the named model does not exist, or an argument does not fit it.
     """
     make_optimizer = None if optimizer is None else _optimizer_class(optimizer)
     path = local_path(what)
@@ -86,14 +86,14 @@ def find_subject(
     return Subject(name, make, None if weights_only else batch, make_optimizer)
 
 
-# ---- by import path
+# ---- a module by its import path
 
 
 def import_path(path: str) -> Any:
     """Import the object at a path such as package.module:Class or train.py:Class.
 
     Raises:
-        SettingError: there is no such thing.
+        SettingError: the module cannot be imported, or does not have the name.
     """
     module, colon, name = path.partition(":")
     if not colon:
@@ -120,11 +120,11 @@ def json_arguments(field: str, text: str) -> dict[str, Any]:
     """Read the keyword arguments of a function from a command's JSON text.
 
     Args:
-        field: the command's argument, for the error.
-        text: a JSON object.
+        field: name of the command's option, for the error.
+        text: the JSON object, as text.
 
     Raises:
-        SettingError: it is none.
+        SettingError: the text is not a JSON object.
     """
     try:
         value = json.loads(text)
@@ -136,7 +136,7 @@ def json_arguments(field: str, text: str) -> dict[str, Any]:
 
 
 def _batch_of(inputs: Sequence[str]) -> Callable[[], Any]:
-    """Make a batch from `8x64` and `8:int64` (a tuple; one alone: a tensor), or `ids=8x64:int64` (a dict)."""
+    """Return a function that makes a batch: a tensor for `8x64`, a tuple for two such texts, a dict for `ids=8x64`."""
     parsed = [_parse_input(text) for text in inputs]
     names = [name for name, _, _ in parsed]
     if any(names) != all(names):
@@ -155,7 +155,7 @@ def _batch_of(inputs: Sequence[str]) -> Callable[[], Any]:
 
 
 def _parse_input(text: str) -> tuple[str, tuple[int, ...], torch.dtype]:
-    """Return the name, the shape and the dtype of a batch's tensor.
+    """Read the name, the shape and the dtype of a batch's tensor from text.
 
     Example:
         >>> _parse_input("ids=8x64:int64")
@@ -185,7 +185,7 @@ def training_loader(made: Any) -> Any:
 
 
 def _batch_from(data: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return the first batch of a DataModule, of what a function returns, or of the object itself."""
+    """Return a function that makes a batch like the first one of the data that an import path names."""
     made = training_loader(import_path(data)(**arguments))
     first = next(iter(made)) if isinstance(made, Iterable) and not isinstance(made, Tensor | Mapping | tuple) else made
 
@@ -209,7 +209,7 @@ def _optimizer_class(name: str) -> Callable[[Iterable[nn.Parameter]], Optimizer]
     return lambda parameters: kind(parameters, lr=0.1)
 
 
-# ---- from transformers
+# ---- a model of transformers
 
 
 def _transformers_model(
@@ -273,7 +273,7 @@ class _Transformers(nn.Module):
 
 
 def _weight_files(path: Path) -> list[Path] | None:
-    """Return the safetensors files that a path means; None if it means a configuration."""
+    """Return the safetensors files that a path means; None if the path means a model's configuration."""
     if path.is_dir():
         if (path / "config.json").is_file():
             return None
@@ -290,7 +290,7 @@ def _weight_files(path: Path) -> list[Path] | None:
 
 
 class _Weights(nn.Module):
-    """The tensors of files: floating tensors as parameters, others as buffers."""
+    """Module that holds the tensors of files: floating-point tensors as parameters, others as buffers."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
-"""Bring scripts of Lightning or Hugging Face Accelerate to instep.
+"""Port scripts of Lightning or Hugging Face Accelerate to instep.
 
-Imports, base classes, names and arguments that have a counterpart are changed, and shown as a diff; what is left to do
-by hand is listed with its line and what to do ("todo"), and so is what goes on working with a warning ("warns") or
-means something else ("note"). No file is touched without --write. Shell scripts and notebooks are not looked into.
+Imports, base classes, names and arguments that have a counterpart in instep are changed, and the changes are shown as a
+diff. Places that you have to change by hand are listed with their lines and with what to do ("todo"), and so are places
+that still work but give a warning ("warns") or have another meaning in instep ("note"). No file is changed without
+--write. Shell scripts and notebooks are not read.
 
-Exit codes: 0 nothing is left to do; 1 there is, or an error; 2 wrong arguments.
+Exit codes: 0 nothing is left to do; 1 something is left to do by hand, or an error; 2 wrong arguments.
 
 Examples:
   instep migrate train.py                   show what would change, and what is left to do
@@ -28,14 +29,14 @@ _SKIPPED = ("site-packages", "__pycache__", "node_modules")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a script, or a folder of them")
     parser.add_argument("--write", action="store_true", help="change the files; without it nothing is touched")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show or write what changes; 1 if something is left to do."""
+    """Show the changes, or write them; return 1 if something is left to do by hand, else 0."""
     require("libcst", extra="migrate", purpose="instep migrate")
     files = [_migrate(path) for path in _scripts(args.paths)]
     if args.write:  # write only after all files could be read
@@ -70,9 +71,9 @@ def _skipped(part: str) -> bool:
 
 
 def _migrate(path: Path) -> dict[str, Any]:
-    import libcst  # imported late: an extra, and slow
+    import libcst  # imported late, since libcst is optional and slow to import
 
-    from instep.cli.migrate.rewrite import migrate  # imported late: it needs libcst
+    from instep.cli.migrate.rewrite import migrate  # imported late, since it needs libcst, an optional package
 
     try:
         with path.open(encoding="utf-8", newline="") as file:  # newline="" keeps the line ends of the file

@@ -1,7 +1,7 @@
 """Changes of meaning: code that still works after the change, but means something else.
 
-This is the only list of them. `instep migrate` searches for each place and writes a note. The first table of each guide
-(docs/porting) has the same places and texts; a test compares them.
+This file is the only list of these changes. `instep migrate` searches a script for each place and writes a note. The
+first table of each porting guide (docs/porting) has the same places and texts; a test compares them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Change:
-    """A place that means something else in instep.
+    """A place in a script that means something else in instep than in Lightning or Accelerate.
 
     Args:
         where: the place, written as it is looked for: `Trainer(min_steps=)` is an argument, `Trainer.log_dir` an
             attribute or method of a Trainer, `Trainer.should_stop =` an attribute that is set, `def on_load_checkpoint`
             a method of a module, a data module or a callback, `Tuner` a name, `"frequency":` a key of a dict in
-            `configure_optimizers`, `"lightning_logs"` a part of a text. Other places are in words: `Uses` has a method
-            that finds each of them.
-        text: what instep does.
-        why: the reason, for the guide.
-        having: a pattern that the place has: an argument's value, a method, the value of a key.
-        beside: a pattern that the script has.
+                `configure_optimizers`, `"lightning_logs"` a part of a text. Other places are described in words, and a
+                method of `Uses` finds each of them.
+        text: what instep does at this place.
+        why: the reason for the difference, for the guide.
+        having: regular expression that the place must match: an argument's value, a method's body, a key's value.
+        beside: regular expression that a part of the script must match.
     """
 
     where: str
@@ -483,7 +483,7 @@ PAGES = {"lightning": LIGHTNING, "accelerate": ACCELERATE}
 
 
 def table(page: str) -> str:
-    """Return the first table of a guide, in Markdown; places with the same text share a row.
+    """Return the first table of a porting guide, in Markdown; places with the same text share a row.
 
     Example:
         >>> table("lightning").splitlines()[0]

@@ -1,8 +1,8 @@
 """Move calls that all ranks must make out of `if accelerator.is_main_process:`.
 
-Accelerate's `save_state` works on one rank alone, and many scripts call it in this way. Code around the call stays
-under the `if`. Conditions and arguments of the call move with it, which is correct only if they are the same on all
-ranks. If the text does not show this, nothing is moved.
+Accelerate's `save_state` may be called on one rank alone, and many scripts do that; in instep all ranks must call it.
+Other code around the call stays under the `if`. Conditions and arguments of the call move with it, which is correct
+only if they are the same on all ranks. If the text of the script does not show this, nothing is moved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLOW = (cst.Return, cst.Break, cst.Continue, cst.Yield, cst.Global, cst.Nonloca
 
 
 def guard(test: cst.BaseExpression) -> tuple[list[cst.BaseExpression], list[cst.BaseExpression]]:
-    """Split a condition into the part that holds on one rank only, and the rest."""
+    """Split a condition at `and` into the parts that are true on one rank only, and the other parts."""
     if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
         left, right = guard(test.left), guard(test.right)
         return left[0] + right[0], left[1] + right[1]
@@ -44,8 +44,8 @@ def lifted(node: cst.If, calls: frozenset[str]) -> list[cst.BaseStatement] | Non
     """Return the statements that replace an `if` for one rank; None if that is not safe.
 
     Args:
-        node: the `if`.
-        calls: how the methods that all ranks must call are written, as "accelerator.save_state".
+        node: the `if` statement.
+        calls: methods that all ranks must call, as the script writes them, such as "accelerator.save_state".
     """
     one_rank, rest = guard(node.test)
     if not one_rank or node.orelse is not None:
@@ -60,11 +60,11 @@ def lifted(node: cst.If, calls: frozenset[str]) -> list[cst.BaseStatement] | Non
 
 
 class _Lifting:
-    """Splitter of the statements of one `if`.
+    """Splitter of the statements under one `if` into those for one rank and those for all ranks.
 
     Args:
-        one_rank: the `if`, with the condition that holds on one rank.
-        calls: how the methods that all ranks must call are written.
+        one_rank: the `if`, with only the condition that is true on one rank.
+        calls: methods that all ranks must call, as the script writes them.
     """
 
     def __init__(self, one_rank: cst.If, calls: frozenset[str]) -> None:
@@ -73,7 +73,7 @@ class _Lifting:
         self.of_one_rank: set[str] = set()  # names that only one rank assigns
 
     def block(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement] | None:
-        """Split a block into statements for one rank and statements for all; return None if that is not safe."""
+        """Split a block into statements for one rank and statements for all ranks; return None if that is not safe."""
         made: list[cst.BaseStatement] = []
         waiting: list[cst.BaseStatement] = []  # statements for one rank, up to the next call
         for statement in statements:
@@ -186,7 +186,7 @@ def _names(node: cst.CSTNode) -> set[str]:
 
 
 def _stored(node: cst.CSTNode) -> set[str]:
-    """Return the names that a statement sets, or may change by a method."""
+    """Return the names that a statement assigns, or whose attributes or items it assigns."""
     found: set[str] = set()
     for part in _nodes(node):
         if isinstance(part, cst.AssignTarget | cst.AugAssign | cst.AnnAssign | cst.For | cst.NamedExpr):
@@ -197,7 +197,7 @@ def _stored(node: cst.CSTNode) -> set[str]:
 
 
 def _assigned(statement: cst.BaseStatement) -> tuple[str, cst.BaseExpression] | None:
-    """Return the one name that a statement sets, and its value."""
+    """Return the name and the value if a statement assigns a value to a single name; else None."""
     if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
         return None
     [part] = statement.body
@@ -212,7 +212,8 @@ def _is_alike(node: cst.BaseExpression, of_one_rank: set[str], named: bool = Tru
     Args:
         node: the expression.
         of_one_rank: names that only one rank sets.
-        named: it decides whether ranks wait for each other, so its names must say that they are alike.
+        named: whether the names must also look as if they are the same on all ranks, such as `step` or `config`. It is
+            True for a condition, since a condition decides whether ranks wait for each other.
     """
     for part in _nodes(node):
         if isinstance(part, cst.Attribute) and (part.attr.value in _ONE_RANK or _RANK.search(code(part))):

@@ -1,4 +1,4 @@
-"""Writes the new text of a script according to a plan."""
+"""Write the new text of a script according to the plan of its changes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def migrate(source: str) -> tuple[str, list[Finding], bool]:
     """Change a script of Lightning or Accelerate into one of instep.
 
     Args:
-        source: the script.
+        source: text of the script.
 
     Returns:
-        The new script, what is left to look at, and whether it had anything of the two.
+        The new text, the findings that a person should look at, and whether the script uses Lightning or Accelerate.
 
     Raises:
-        libcst.ParserSyntaxError: it is not Python.
+        libcst.ParserSyntaxError: the text is not Python.
 
     Example:
         >>> migrate("import lightning as L\\nL.seed_everything(1)\\n")[0]
@@ -41,8 +41,8 @@ class _Rewriter(cst.CSTTransformer):
         super().__init__()
         self._new = plan.new
         self._comments = plan.comments
-        self._next: dict[cst.CSTNode, cst.CSTNode] = {}  # the statement after a statement in its block
-        self._before: dict[cst.CSTNode, list[cst.EmptyLine]] = {}  # leading lines of removed statements
+        self._next: dict[cst.CSTNode, cst.CSTNode] = {}  # each statement's next statement in its block
+        self._before: dict[cst.CSTNode, list[cst.EmptyLine]] = {}  # lines of a removed statement, by the next statement
 
     def _visit_block(self, node: Any) -> None:
         self._next.update(pairwise(node.body))

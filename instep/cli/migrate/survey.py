@@ -1,4 +1,4 @@
-"""Survey of a script's uses of Lightning and Accelerate, and what replaces each."""
+"""Find where a script uses Lightning and Accelerate, and what replaces each use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 from instep.compat import tables
 from instep.utils import porting
 
-_LINE = 88  # longer lines are broken
+_LINE = 88  # imports with longer lines are broken into several
 
 
 @dataclass(frozen=True, order=True)
@@ -21,10 +21,9 @@ class Finding:
     """A place in a script that a person should look at.
 
     Args:
-        line: of the script as it is, from 1.
-        kind: "todo" for what has to be changed by hand, "warns" for what goes on working with a warning, "note" for
-            what is otherwise.
-        text: what it is, and what to do.
+        line: line number in the unchanged script, from 1.
+        kind: "todo": must be changed by hand; "warns": still works, with a warning; "note": means something else.
+        text: what the place is, and what to do.
     """
 
     line: int
@@ -37,11 +36,12 @@ class Plan:
     """The changes and findings of one script.
 
     Args:
-        module: its syntax tree.
-        new: for each place that changes, by its node: the new nodes.
-        comments: of what is taken out of an import, by its node.
-        findings: for people.
-        found: the packages that it imports, by their canonical names.
+        module: syntax tree of the script.
+            lines: position of each node.
+        new: for each place that changes, by its old node: the new nodes.
+        comments: comments of names that are removed from an import, by the import's node.
+        findings: places that a person should look at.
+        found: canonical names of the packages that the script imports.
     """
 
     module: cst.Module
@@ -52,7 +52,7 @@ class Plan:
     found: set[str] = field(default_factory=set)
 
     def line(self, node: cst.CSTNode) -> int:
-        """Return the line of a node."""
+        """Return the line number of a node, from 1."""
         return self.lines[node].start.line
 
     def todo(self, node: cst.CSTNode, text: str) -> None:
@@ -80,7 +80,7 @@ class Plan:
 
 
 class Names(cst.CSTVisitor):
-    """The imports, and every place that uses what they import.
+    """Visitor that collects the imports of Lightning and Accelerate, and every place that uses an imported name.
 
     A name that was imported by itself stays a single name: `LightningModule` becomes `TrainModule`. A name that is used
     through a module becomes a full name: `pl.Trainer` becomes `instep.Trainer`, and `import lightning as pl` becomes
@@ -94,17 +94,17 @@ class Names(cst.CSTVisitor):
         self.plan = plan
         self.imports: list[cst.Import | cst.ImportFrom] = []
         self.bound: dict[str, str] = {}  # each imported name, and the dotted name it stands for
-        self.targets: dict[cst.CSTNode, str] = {}  # nodes, and instep's dotted name for each
-        self.needed: dict[str, set[str]] = defaultdict(set)  # modules of instep, by the module's name in the script
-        self.kept: set[str] = set()  # names of modules that are still used
+        self.targets: dict[cst.CSTNode, str] = {}  # instep's dotted name for each node that uses an imported name
+        self.needed: dict[str, set[str]] = defaultdict(set)  # modules of instep to import, by the old module's name
+        self.kept: set[str] = set()  # names of old modules that the script still uses
         self.leftovers: dict[str, list[cst.CSTNode]] = defaultdict(list)
-        self.extra: dict[str, set[str]] = defaultdict(set)  # other names imported beside a name
+        self.extra: dict[str, set[str]] = defaultdict(set)  # further names of instep to import, by the imported name
         self.defined: set[str] = set()
         self.have: set[str] = set()  # imports at the top level: `import a` as "a", `from a import b` as "a b"
         self._top: set[cst.CSTNode] = set()  # the import statements of the top level
         self._annotations = 0
 
-    # ---- imports
+    # ---- finding imports
 
     def visit_Module(self, node: cst.Module) -> None:
         for line in node.body:
@@ -145,7 +145,7 @@ class Names(cst.CSTVisitor):
         if package is not None:
             self.plan.found.add(package)
 
-    # ---- uses
+    # ---- finding uses of the imported names
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self.defined.add(node.name.value)
@@ -193,7 +193,7 @@ class Names(cst.CSTVisitor):
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         if self._annotations:
             new = re.sub(r"[A-Za-z_][\w.]*", lambda match: self.rewritten(match[0]), node.value)
-        else:  # a class by its full name, as in `class_path`
+        else:  # the string may be a class by its full path, as in `class_path`
             new = re.sub(r"(?<=[\"'])[a-z_]+\.[\w.]*\w(?=[\"'])", _renamed_class, node.value)
         if new != node.value:
             self.plan.new[node] = node.with_changes(value=new)
@@ -220,7 +220,7 @@ class Names(cst.CSTVisitor):
             self.leftovers[name].append(node)
             self.kept.add(base.value)
 
-    # ---- decisions
+    # ---- deciding what replaces each name
 
     def dotted(self, text: str) -> str:
         """Return instep's full dotted name for a name of the script; "" if there is none."""
@@ -229,7 +229,7 @@ class Names(cst.CSTVisitor):
         return (porting.successor(name) if name else None) or ""
 
     def rewritten(self, text: str) -> str:
-        """Return a dotted name of the script in the form that it has after the change."""
+        """Return what a dotted name of the script becomes after the change."""
         local, _, rest = text.partition(".")
         target = self.dotted(text)
         if not target:
@@ -240,9 +240,9 @@ class Names(cst.CSTVisitor):
         return self.local_name(local, target)
 
     def local_name(self, local: str, target: str) -> str:
-        """Find the name under which the script imports a name of instep itself."""
+        """Return the name under which the changed script imports a name of instep."""
         old, leaf = self.bound[local].rpartition(".")[2], target.rpartition(".")[2]
-        # the script has imported it under another name
+        # the script gives the imported name another name by `as`
         if local != old or not target.startswith(("instep.", "typing.")):
             return local
         return f"Instep{leaf}" if leaf != local and leaf in self.defined else leaf
@@ -281,7 +281,7 @@ class Names(cst.CSTVisitor):
             return None
         stay: list[cst.ImportAlias] = []
         lines: list[str] = []
-        moved: dict[str, dict[str, cst.ImportAlias | None]] = defaultdict(dict)  # import to move, by module and name
+        moved: dict[str, dict[str, cst.ImportAlias | None]] = defaultdict(dict)  # old import, by new module and name
         for alias in node.names:
             local = _local(alias)
             name = porting.canonical(f"{module}.{code(alias.name)}") or ""
@@ -312,7 +312,7 @@ class Names(cst.CSTVisitor):
         lines: list[str],
         moved: dict[str, dict[str, cst.ImportAlias | None]],
     ) -> list[Any]:
-        """Rewrite an import; an import over several lines that becomes one module keeps its layout."""
+        """Rewrite a `from` import; one over several lines keeps its layout if all its names move to the same module."""
         new = [leaf for parent in moved for leaf in moved[parent] if f"{parent} {leaf}" not in self.have]
         aliases = list(node.names) if not isinstance(node.names, cst.ImportStar) else []
         if node.lpar and len(moved) == 1 and len(new) == len(aliases) and all(next(iter(moved.values())).values()):
@@ -338,7 +338,7 @@ class Names(cst.CSTVisitor):
         return lines
 
     def _new(self, node: cst.CSTNode, line: str) -> list[str]:
-        """Return an import that a statement needs, unless the script has it already."""
+        """Return the line of an import that a statement needs; return nothing if the script has the import already."""
         parent, _, leaf = line.removeprefix("from ").removeprefix("import ").partition(" import ")
         key = f"{parent} {leaf}".strip()
         known = key in self.have
@@ -347,7 +347,7 @@ class Names(cst.CSTVisitor):
         return [] if known else [line]
 
     def _modules(self, node: cst.CSTNode, local: str, old: str) -> list[str]:
-        """Replace an imported module."""
+        """Return the imports that replace an import of a module."""
         needed = sorted(self.needed.get(local, () if local in self.kept else {"instep"}))
         new = [line for module in needed for line in self._new(node, f"import {module}")]
         return [old, *new] if local in self.kept else new
@@ -364,10 +364,10 @@ class Names(cst.CSTVisitor):
 
 
 def survey(source: str) -> tuple[Plan, Names]:
-    """Read a script.
+    """Parse a script, and find its imports and the uses of imported names.
 
     Raises:
-        libcst.ParserSyntaxError: it is not Python.
+        libcst.ParserSyntaxError: the text is not Python.
     """
     wrapper = MetadataWrapper(cst.parse_module(source))
     plan = Plan(wrapper.module, wrapper.resolve(PositionProvider))
@@ -377,7 +377,7 @@ def survey(source: str) -> tuple[Plan, Names]:
 
 
 def code(node: cst.CSTNode) -> str:
-    """Return the text of a node."""
+    """Return the source text of a syntax node."""
     return cst.Module([]).code_for_node(node)
 
 

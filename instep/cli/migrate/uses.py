@@ -1,4 +1,4 @@
-"""Uses of the names that a script imports: subclasses, arguments, methods and attributes."""
+"""Check how a script uses the names that it imports: subclasses, arguments, methods and attributes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = {  # base classes of a script's classes, whose objects may have any att
     "Callback": "instep.callbacks.Callback",
     "Logger": "instep.Logger",
 }
-# Names of a variable or argument for batches that an earlier run has done.
+# Names of variables and arguments that count batches which an earlier run has done.
 _DONE = re.compile(r"resume|start|first_|skip|done|completed")
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # names of values that are not rows of a batch
 _SAVED = re.compile(r"(best|last)_model_path")  # attributes of a ModelCheckpoint
@@ -47,7 +47,7 @@ class Unseen:
     """Stand-in for a class that cannot be inspected.
 
     Args:
-        why: the package that it needs.
+        why: message about the missing package, without which the class cannot be imported.
     """
 
     def __init__(self, why: str) -> None:
@@ -56,7 +56,7 @@ class Unseen:
 
 @cache
 def load(name: str) -> Any:
-    """Import the object with a dotted name; an `Unseen` if its package is not installed."""
+    """Import the object with a dotted name; return an `Unseen` if the package that it needs is not installed."""
     module, _, leaf = name.rpartition(".")
     try:
         return getattr(import_module(module), leaf)
@@ -66,7 +66,7 @@ def load(name: str) -> Any:
 
 @cache
 def attributes(owner: type) -> frozenset[str]:
-    """List the names that objects of a class have: its own, those that methods set, a Trainer's arguments."""
+    """List the names that objects of a class have: its members, attributes that methods set, a Trainer's arguments."""
     names = set(dir(owner)) | set(getattr(owner, "__dataclass_fields__", ()))
     for base in owner.__mro__:
         if base.__module__.startswith("instep."):
@@ -78,7 +78,7 @@ def attributes(owner: type) -> frozenset[str]:
 
 
 def has_attribute(target: str, name: str) -> bool:
-    """Return True if objects of the class of instep with this dotted name have an attribute."""
+    """Return True if objects of an instep class, given by its dotted name, have an attribute of this name."""
     owner = load(target)
     if isinstance(owner, Unseen):
         return True
@@ -90,7 +90,7 @@ def has_attribute(target: str, name: str) -> bool:
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function or class; the parameters of a dict are unknown."""
+    """Return the parameters of a function or class; a subclass of dict has `**unknown_too`, which accepts any."""
     if isinstance(function, type) and issubclass(function, dict):
         return inspect.signature(lambda *args, **unknown_too: None).parameters
     return inspect.signature(function).parameters
@@ -124,10 +124,10 @@ def refused(function: Any, argument: str) -> str | None:
     others = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
     if others is None:
         return f"it takes {', '.join(name for name in parameters if name != 'self') or 'no arguments'}"
-    if others != "unknown":  # other arguments are passed on
+    if others != "unknown":  # the function passes `**kwargs` on, so the argument may be accepted
         return None
     try:
-        function(**{argument: None})  # instep's classes refuse a wrong argument first of all, and say what to do
+        function(**{argument: None})  # instep's classes check argument names first; the error says what to do
     except InstepError as error:
         return str(error).partition(f" {argument}: ")[2] or str(error)
     return None
@@ -141,7 +141,7 @@ def _problem_of(function: Any, key: str, argument: str, value: Any) -> str | Non
 
 
 def wrong_value(argument: str, value: Any) -> str | None:
-    """Return why the Trainer refuses a value on every machine; None if it does not."""
+    """Return why the Trainer refuses the value of an argument on every machine; None if it may accept the value."""
     from instep.trainer.settings import check_value
 
     try:
@@ -165,10 +165,10 @@ class Uses(cst.CSTVisitor):
         self.receivers: dict[str, str] = {}  # text of an expression -> the class of instep that it holds
         self.classes: dict[str, str] = {}  # the script's own classes -> what they derive from
         self.assigned: set[str] = set()  # attributes that the script sets
-        self.dicts: dict[str, cst.BaseExpression] = {}  # variables that hold a dict, and how it is written
-        self.accumulates = ""  # "by hand" or "in contexts", for scripts with accumulation of gradients
-        self._parameters: list[dict[str, str]] = []  # kinds of the parameters of each enclosing function
-        self._inside: list[str] = []  # kinds of the enclosing classes
+        self.dicts: dict[str, cst.BaseExpression] = {}  # expression of each dict, by the variable that holds it
+        self.accumulates = ""  # how the script accumulates gradients: "by hand" or "in contexts" (`accumulate`)
+        self._parameters: list[dict[str, str]] = []  # classes of the parameters of each enclosing function
+        self._inside: list[str] = []  # for each enclosing class, its key in `_KINDS` or ""
         self._bases: list[str] = []  # base class of each enclosing class
         self._own: list[set[str]] = []  # methods of each enclosing class, also inherited ones
         self._methods: dict[str, set[str]] = {}  # the methods of the script's classes
@@ -194,20 +194,20 @@ class Uses(cst.CSTVisitor):
         self._counts_otherwise = self.is_lightning and several and _BY_HAND.search(self._script) is not None
 
     def _change(self, node: cst.CSTNode, where: str, place: str = "", what: str = "") -> None:
-        """Write a note if a place means something else.
+        """Write a note if a place means something else in instep.
 
         Args:
             node: the place.
-            where: how the list of changes writes it.
-            place: what the place has, as text.
-            what: how the script writes it, in the note.
+            where: the place, as the list in `changes` writes it.
+            place: text of the script at this place, such as a value or a method's body.
+            what: the script's own text for the place, which begins the note.
         """
         for change in self._changes.get(where, ()):
             if change.holds(place, self._script):
                 text = change.text[0].lower() + change.text[1:]
                 self.plan.note(node, f"{what or where.replace('`', '')}: {text}")
 
-    # ---- classes
+    # ---- classes of the script
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         kind = direct = ""
@@ -269,7 +269,7 @@ class Uses(cst.CSTVisitor):
         self._functions.pop()
         self._leave_one_rank(original_node)
 
-    # ---- places
+    # ---- blocks for one rank, and loops
 
     def visit_If(self, node: cst.If) -> None:
         if node.orelse is not None:
@@ -449,7 +449,7 @@ class Uses(cst.CSTVisitor):
         if value.endswith(".ckpt") and value != ".ckpt":
             self._change(node, '".ckpt"')
 
-    # ---- arguments
+    # ---- arguments of calls
 
     def _arguments(self, node: cst.Call, key: str, function: Any) -> None:
         if isinstance(function, Unseen):
@@ -576,11 +576,11 @@ class Uses(cst.CSTVisitor):
 
     def _leaf(self, node: cst.BaseExpression) -> str:
         home, _, leaf = self.names.targets.get(node, "").rpartition(".")
-        # in `instep.compat.fabric` such names keep Fabric's meaning
+        # names of `instep.compat.fabric` keep Fabric's meaning
         return "" if home == "instep.compat.fabric" else leaf
 
     def _owner(self, node: cst.BaseExpression) -> str:
-        """Return the dotted name of instep's class that an expression is or whose object it holds; "" for none."""
+        """Return the dotted name of the instep class that an expression names or whose object it is; "" if neither."""
         text = code(node)
         for scope in reversed(self._parameters):
             if text in scope:
@@ -641,7 +641,7 @@ class _Receivers(cst.CSTVisitor):
                 self.uses.dicts[text] = node.value
             if made:
                 self.uses.receivers[text] = made
-            elif isinstance(node.value, cst.Call):  # the Trainer belongs to another package
+            elif isinstance(node.value, cst.Call):  # the variable holds an object of another package
                 self.uses.receivers.pop(text, None)
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:

@@ -1,1 +1,1 @@
-"""`instep runs`: the contents of local run folders. Each command is a file; `chosen` finds runs by words."""
+"""`instep runs`: list, show, label and remove local runs; `chosen` finds the runs that words name."""

@@ -1,4 +1,4 @@
-"""Runs, metrics and hyperparameters for words on the command line."""
+"""Find the runs that words on the command line name, and split lists of metrics and hyperparameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_run(parser: argparse.ArgumentParser, several: bool = False) -> None:
 
 
 def names(text: str) -> list[str]:
-    """Split names at their commas.
+    """Split a text of names at its commas.
 
     Example:
         >>> names("loss, val_loss")
@@ -27,10 +27,10 @@ def names(text: str) -> list[str]:
 
 
 def find(paths: Sequence[str], limit: int | None = None) -> list[Entry]:
-    """Find the runs of some paths or names, the newest first; count the other matches on stderr.
+    """Find the runs at some paths or with some names, the newest first; print on stderr how many `limit` leaves out.
 
     Raises:
-        UsageError: there is no run.
+        UsageError: no run is found.
     """
     found = {entry.run.folder: entry for path in paths for entry in at_path(path)}
     entries = sorted(found.values(), key=lambda entry: (entry.run.updated, entry.run.name), reverse=True)

@@ -1,4 +1,4 @@
-"""Compare runs: the hyperparameters in which they differ, and where their metrics ended; more than three, a line a run.
+"""Compare runs: the hyperparameters that differ, and the last values of metrics; over three runs, one line for each.
 
 Examples:
   instep runs compare instep_runs/version_3 instep_runs/version_7
@@ -21,11 +21,11 @@ from instep.runs.facts import number
 from instep.runs.naming import differing
 from instep.runs.table import Table, metric_of
 
-_BESIDE = 3  # runs that are shown side by side
+_BESIDE = 3  # maximum number of runs that are shown side by side
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("paths", metavar="DIR", nargs="*", default=["."], help="runs, or folders of runs (default: .)")
     parser.add_argument("-m", "--metrics", type=names, metavar="NAMES", help="the metrics, with commas between them")
     parser.add_argument("-n", "--limit", type=int, default=6, metavar="N", help="the newest N runs (default: 6)")

@@ -1,4 +1,4 @@
-"""`instep runs name|tag|note|archive`: write what you know of a run into its folder."""
+"""`instep runs name|tag|note|archive`: write a name, tags, a note or an archive mark into a run's folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instep.runs.label import Label, write_label
 
 
 class _Text:
-    """A command that writes one text into the label's `field`."""
+    """Base of a command that writes a text into one field of a run's label."""
 
     field, argument, text = "", "", ""
 
@@ -27,9 +27,9 @@ class _Text:
 
 
 class Name(_Text):
-    """Name a run: its name stands in place of what `instep runs ls` makes of its hyperparameters. Its folder stays.
+    """Name a run: `instep runs ls` shows this name, not one made from hyperparameters. The folder keeps its name.
 
-    Trainer(name=...) names a run from its start on. An empty name takes one back.
+    Trainer(name=...) names a run from the start. An empty NAME removes the name.
 
     Examples:
       instep runs name instep_runs/version_3 "baseline, long warmup"
@@ -41,7 +41,7 @@ class Name(_Text):
 
 
 class Tag:
-    """Add tags to a run, or take them off. `instep runs ls --where tag=NAME` finds the runs with one.
+    """Add tags to a run, or remove tags. `instep runs ls --where tag=NAME` lists the runs with the tag NAME.
 
     Examples:
       instep runs tag instep_runs/version_3 paper baseline
@@ -62,7 +62,7 @@ class Tag:
 
 
 class Note(_Text):
-    """Write a note about a run, which `instep runs show` prints. An empty one takes it away.
+    """Write a note about a run, which `instep runs show` prints. An empty note removes it.
 
     Examples:
       instep runs note instep_runs/version_3 "diverged until the warmup was doubled"

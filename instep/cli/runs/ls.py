@@ -28,7 +28,7 @@ from instep.runs.table import MARK, Table, fit
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("path", metavar="DIR", nargs="?", default=".", help="a run, or a folder of runs (default: .)")
     parser.add_argument("-c", "--columns", type=names, default=[], metavar="NAMES", help="hyperparameters and metrics")
     parser.add_argument("--sort", metavar="NAME", default="", help="the best or smallest first; NAME:max: the greatest")

@@ -1,4 +1,4 @@
-"""Remove runs, and empty the trash that they go to."""
+"""`instep runs rm` and `instep runs empty-trash`: move runs to the trash, and delete them from there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from instep.runs.trash import check_removable, describe, empty, find_trash, remo
 
 
 class Rm:
-    """Remove runs: each folder moves into a trash beside it, and `instep runs empty-trash` deletes it for good.
+    """Remove runs: move each folder into a trash folder beside it, which `instep runs empty-trash` deletes for good.
 
-    It shows what goes, and asks. A run that goes on is left alone, and so are other programs' runs, other users', and
-    what a link in the run leads to. What was sent to a tracker stays there.
+    It prints what will be removed, and asks. It refuses a run that still goes on, a folder of another program and a run
+    of another user. It does not follow links inside a run. What was sent to a tracker stays there.
 
     Examples:
       instep runs rm instep_runs/version_3
@@ -42,7 +42,7 @@ class Rm:
 
 
 class EmptyTrash:
-    """Delete for good the runs that `instep runs rm` removed at DIR and below. It shows what goes, and asks.
+    """Delete for good the runs at DIR and below that `instep runs rm` removed. It prints what it will delete, and asks.
 
     Examples:
       instep runs empty-trash

@@ -1,7 +1,7 @@
-"""Name the samples that an optimizer step had, by rank: their indices, and the file and record of each in a stream.
+"""Print the samples of an optimizer step, by rank: their indices, and in a stream the file and record of each.
 
-Nothing is run again: the samples follow from the seed and from a few positions that the run has written. For data whose
-order is not instep's own, such as batches of your own sampler or an iterable, `instep replay` shows them.
+Nothing runs again: the samples follow from the seed and from a few positions that the run has recorded. If instep does
+not choose the order of the data, as with your own batch sampler or an iterable, `instep replay` shows the samples.
 
 Examples:
   instep runs samples instep_runs/version_0 --step 1200
@@ -19,7 +19,7 @@ from instep.cli.runs.chosen import find
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("path", metavar="RUN", nargs="?", default=".", help="a run, or a folder of runs (default: .)")
     parser.add_argument("--step", type=int, required=True, help="the optimizer step, from 1: global_step after it")
     parser.add_argument("--rank", type=int, help="of this rank alone")
@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the samples."""
-    from instep.streams.ledger import lines_of, samples_in  # imported late: loads torch
+    from instep.streams.ledger import lines_of, samples_in  # imported late, since it loads torch
 
     answer = samples_in([entry.run.folder for entry in find([args.path])], args.step, args.rank, args.cache)
     output.say_json(answer) if args.json else output.say("\n".join(lines_of(answer)))

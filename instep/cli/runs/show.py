@@ -1,7 +1,8 @@
-"""Show a run: what it is doing or was doing at its end, the cause by rank, its last metrics, and how it goes on.
+"""Show a run: what it is doing or did last, why it ended on each rank, its last metrics, and how to resume it.
 
-Of a folder with several runs the newest is shown. `--verify` compares every byte of the checkpoints with its checksum.
-Epochs count from 1, as on the screen of the training; in --json they count from 0, as in the files.
+For a folder with several runs, the newest is shown. `--verify` compares every byte of the checkpoints with its
+checksum.
+Epochs count from 1, as in the output of the training; in --json they count from 0, as in the files.
 
 Examples:
   instep runs show instep_runs/version_0
@@ -38,7 +39,7 @@ _FEW = 20  # metrics that are printed; --json has all
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("path", metavar="RUN", nargs="?", default=".", help="a run, or a folder of runs (default: .)")
     parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints")
     parser.add_argument(
@@ -138,7 +139,7 @@ def _print_metrics(metrics: Metrics) -> None:
 def _print_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
     if not checkpoints:
         return
-    from instep.checkpoint.described import state_of  # imported late: loads torch, for a run that has checkpoints
+    from instep.checkpoint.described import state_of  # imported late, since it loads torch
 
     output.say("\ncheckpoints")
     rows = [

@@ -1,13 +1,13 @@
-"""Send what the trackers of a run did not take: they were unreachable, or the run was killed.
+"""Send the records that a run's trackers did not get, because they were unreachable or the run was killed.
 
-It waits in `RUN/loggers/`, one file for each tracker, and is sent in the order it was logged; what a tracker has
-already is left out. Nothing is sent for a run that is still going on: it does that itself.
+The records wait in `RUN/loggers/`, in one file for each tracker. They are sent in the order in which they were logged,
+without those that the tracker has already. Nothing is sent for a run that still goes on, since it sends them itself.
 
-It goes where the run's logger wrote. A run that you did not make yourself, or not on this machine, names a place too:
-that is shown with the files, and nothing is sent before a yes. Even then no file from outside of the run folder is
+The records go where the run's logger wrote. If you did not make the run yourself on this machine, the place that it
+names and the files are shown, and nothing is sent until you agree. Even then no file from outside the run folder is
 sent, and none of your passwords and keys goes to a host that only the run folder names.
 
-Exit codes: 0 all has arrived; 1 something waits still, or an error; 2 wrong arguments.
+Exit codes: 0 all records have arrived; 1 some are still waiting, or an error; 2 wrong arguments.
 
 Examples:
   instep runs sync instep_runs/version_3
@@ -27,7 +27,7 @@ from instep.errors import UsageError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add this command's arguments to the parser."""
     parser.add_argument("path", metavar="RUN", help="the run folder")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="at most, for one tracker (default: 600)"
@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the records that wait."""
+    """Send the waiting records, and print what was sent."""
     from instep.loggers.sync import sync
 
     folder = Path(args.path)
