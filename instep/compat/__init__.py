@@ -1,4 +1,4 @@
-"""Names of other packages, for scripts that are not ported yet."""
+"""instep's classes under the names of Accelerate, Fabric and Lightning, for scripts that are not ported yet."""
 
 from instep.compat import accelerate, fabric, lightning
 

@@ -9,7 +9,7 @@ from importlib import import_module
 
 
 def main(words: list[str]) -> None:
-    """Replace the package by instep, then run the script, or the module after -m, with its arguments."""
+    """Replace the named package by instep, then run a script, or the module after `-m`, with its arguments."""
     package, *program = words or [""]
     if package not in ("accelerate", "fabric") or program in ([], ["-m"]):
         raise SystemExit("expected: python -m instep.compat accelerate|fabric SCRIPT, or accelerate|fabric -m MODULE")

@@ -17,7 +17,7 @@ from typing import Any
 
 from instep.compat.door import Door
 
-__path__: list[str] = []  # marks a package, whose modules `_door` makes
+__path__: list[str] = []  # marks this module as a package; `_door` makes the modules in it
 
 VERSION = "1.15.0"
 """The version of Accelerate whose names these are."""
@@ -37,7 +37,7 @@ MODULES = frozenset(
 
 
 def _has(module: str) -> bool:
-    """Return True if Accelerate has a module of that whole name."""
+    """Return True if Accelerate has a module of this full name."""
     return module.removeprefix("accelerate.") in MODULES
 
 

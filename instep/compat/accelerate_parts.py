@@ -43,7 +43,7 @@ from instep.utils.warn import warn_user
 
 
 class _Shared(type):
-    """Metaclass of classes that show the state and have Accelerate's class attribute `_shared_state`."""
+    """Metaclass that adds Accelerate's class attribute `_shared_state` to classes that show the state."""
 
     forgotten = False
 
@@ -53,13 +53,13 @@ class _Shared(type):
 
 
 def _reset(reset_partial_state: bool = False) -> None:
-    """End the runs. The process keeps its state, since it has one rank for its life."""
+    """End the active runs. The state of the process is kept, since a process has one rank for its whole life."""
     clear_runs()
     _Shared.forgotten = _Shared.forgotten or reset_partial_state
 
 
 class PartialState(_PartialState, metaclass=_Shared):
-    """The process state; constructing it again changes nothing."""
+    """State of the process; constructing it a second time changes nothing."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class PartialState(_PartialState, metaclass=_Shared):
 
 
 class AcceleratorState(_AcceleratorState, metaclass=_Shared):
-    """The process state and the Accelerator that is active, with its plugins."""
+    """State of the process and of the active Accelerator, with its plugins."""
 
     __slots__ = ()
 
@@ -86,7 +86,7 @@ class AcceleratorState(_AcceleratorState, metaclass=_Shared):
 
     @property
     def distributed_type(self) -> Any:
-        """Kind of the processes; FSDP if the models are sharded."""
+        """How the processes are distributed; FSDP if the models are sharded."""
         return super().distributed_type if self.fsdp_plugin is None else ours_state.DistributedType.FSDP
 
 
@@ -96,7 +96,7 @@ def _fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
 
 
 class GradientState(_GradientState):
-    """Position in the loop; a program that counts its windows itself calls `_set_sync_gradients`."""
+    """Position in the training loop; a program that counts its own accumulation calls `_set_sync_gradients`."""
 
     __slots__ = ()
 
@@ -115,12 +115,13 @@ class GradientState(_GradientState):
 
 
 class _DrawnOrder(RandomSampler):
-    """Random order as torch draws it: by a generator, or of the process's random numbers; or by a seed.
+    """Random order of samples, drawn as torch draws it, or computed from a seed and the epoch.
 
     Args:
-        sampler: the loader's own.
-        common: its generator, or the one that all ranks have; None: this process is alone.
-        seed: what the order is a function of, with the epoch; None: it is drawn.
+        sampler: the loader's own sampler.
+        common: generator that draws the order: the sampler's own, or one that all ranks share; None: the order is drawn
+            with a seed from the process's random numbers.
+        seed: seed that gives the order together with the epoch; None: the order is drawn.
     """
 
     def __init__(self, sampler: RandomSampler, common: torch.Generator | None, seed: int | None) -> None:
@@ -130,7 +131,7 @@ class _DrawnOrder(RandomSampler):
         """The epoch whose order was drawn last, and the state of the generator before."""
 
     def _instep_order_of(self, epoch: int, cycle: int) -> Sequence[int]:
-        """Return the order of an epoch."""
+        """Return the order of an epoch, which is drawn when it is first used."""
         return _Order(self, [epoch, cycle])
 
     def draw(self, place: list[int]) -> list[int]:
@@ -145,7 +146,7 @@ class _DrawnOrder(RandomSampler):
 
 
 class _Order(Sequence[int]):
-    """An order that is drawn when its first sample is requested, as in torch; its length is known before."""
+    """An order of samples that is drawn at the first access to an index, as in torch; its length is known before."""
 
     def __init__(self, sampler: _DrawnOrder, place: list[int]) -> None:
         self._sampler, self._place = sampler, place
@@ -165,12 +166,12 @@ class _Order(Sequence[int]):
 
 
 class _Loader(AcceleratedLoader):
-    """A prepared loader that draws as many random numbers of the process as torch's, so that dropout is the same."""
+    """A prepared loader that draws as many random numbers as torch's loader, so that dropout masks are the same."""
 
     attendance: Attendance
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
-        """Yield one pass, and count each batch before it is fetched."""
+        """Yield the batches of one pass, and count each batch before it is fetched."""
         self.attendance.advance()
         with closing(super().passes_from(batches)) as passing:  # pyright: ignore[reportArgumentType]  a generator
             for batch in passing:
@@ -185,9 +186,11 @@ class _Loader(AcceleratedLoader):
 
 
 class _Prepared(PreparedRun):
-    """What was prepared, by names and in orders that programs of Accelerate expect; its state is the drawn orders.
+    """The prepared objects, with the names and sample orders that programs of Accelerate expect.
 
-    A second model, or loader, of one class gets a number in its name, in the order of the calls.
+    Its state dict holds the sample orders that were drawn.
+
+    A second model, or loader of data, of the same class gets a number in its name, in the order of the calls.
     """
 
     loader_config: DataLoaderConfiguration
@@ -198,19 +201,19 @@ class _Prepared(PreparedRun):
         self.orders: list[_DrawnOrder] = []
 
     def prepare_model(self, model: nn.Module, place: bool | None, evaluates: bool, name: str | None) -> nn.Module:
-        """Make a model ready."""
+        """Prepare a model; without a name, it gets the name of its class."""
         name = name or _free(type(without_compile(model)).__name__, self.models)
         return super().prepare_model(model, place, evaluates, name)
 
     def prepare_data_loader(self, loader: Any, place: bool | None, name: str | None) -> AcceleratedLoader:
-        """Make a loader ready, in the order that torch would draw."""
+        """Prepare a loader, with the sample order that torch would draw."""
         self._keep_order(loader)
         kind = type(getattr(loader, "dataset", None)).__name__
         name = name or _free(kind, [known.name for known in self.dataloaders])
         return super().prepare_data_loader(loader, place, name)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make a scheduler step as often as there are processes with each optimizer step."""
+        """Prepare a scheduler that makes one step for each process at every optimizer step."""
         prepared = super().prepare_scheduler(scheduler)
         prepared.repeats = 1 if self.loader_config.split_batches else self.world_size
         return prepared
@@ -222,7 +225,7 @@ class _Prepared(PreparedRun):
         sampler = batches.sampler
         if type(sampler) is not RandomSampler:
             return
-        if type(batches) is not BatchSampler:  # a subclass has more attributes, as the one of sentence-transformers
+        if type(batches) is not BatchSampler:  # a subclass, as that of sentence-transformers, has further attributes
             batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
             vars(loader)["batch_sampler"] = batches
         seed, common = None, sampler.generator
@@ -232,17 +235,17 @@ class _Prepared(PreparedRun):
         elif common is None and self.world_size > 1:
             common = torch.Generator().manual_seed(broadcast_object(_random_seed()))
         batches.sampler = drawn = _DrawnOrder(sampler, common, seed)
-        if seed is None:  # an order by a seed and the epoch needs no state
+        if seed is None:  # an order that follows from a seed and the epoch needs no saved state
             if not self.orders:
                 self.register(orders_of_the_data=self)
             self.orders.append(drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the drawn orders: a resumed epoch keeps its own."""
+        """Return the sample orders that were drawn, so that a resumed epoch keeps its order."""
         return {"orders": [order.drawn for order in self.orders]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the drawn orders."""
+        """Restore the sample orders that were drawn."""
         for order, drawn in zip(self.orders, state["orders"], strict=True):
             order.drawn = drawn
 
@@ -252,7 +255,7 @@ def _random_seed() -> int:
 
 
 class DataLoaderConfiguration(ours.DataLoaderConfiguration):
-    """Settings of loaders, which can be changed until the Accelerator is made."""
+    """Settings of data loaders, which can be changed until an Accelerator is made with them."""
 
     __setattr__ = object.__setattr__
 
@@ -274,7 +277,7 @@ class DataLoaderConfiguration(ours.DataLoaderConfiguration):
 
 
 class TorchDynamoPlugin(ours.TorchDynamoPlugin):
-    """How models are compiled; None means that an option was not given."""
+    """Settings of `torch.compile`; an option that is None counts as not given."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{name: value for name, value in options.items() if value is not None})
@@ -286,8 +289,8 @@ _Accelerator: Any = adapt(ours.Accelerator, __name__, "_Accelerator", "Accelerat
 class Accelerator(_Accelerator):
     """instep's Accelerator with Accelerate's arguments and attributes.
 
-    At each optimizer step a scheduler makes one step for each process, since scripts of Accelerate count their steps
-    so.
+    At each optimizer step a scheduler makes one step for each process, since scripts of Accelerate are written for
+    that.
     """
 
     _prepared_type = _Prepared
@@ -328,7 +331,7 @@ class Accelerator(_Accelerator):
         self._prepared.loader_type = type("_Loader", (_Loader,), {"attendance": self._attendance})
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save a state at exactly `output_dir`, where programs look for it; replace an existing state.
+        """Save a state in exactly the folder `output_dir`, where programs look for it; replace an older state.
 
         If only the main process calls this method, it saves alone.
         """
@@ -341,20 +344,20 @@ class Accelerator(_Accelerator):
         return on_rank_zero(lambda: take_name(saved, named), f"renaming {saved}")
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Add objects to the states, under names that are chosen like a model's."""
+        """Add objects to the saved states, each under the name of its class, with a number if that name is taken."""
         for one in objects:
             named[_free(type(one).__name__, {*self._states.registered, *named})] = one
         super().register_for_checkpointing(**named)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Collect what all ranks computed, each sample once."""
+        """Gather what all ranks computed, with each sample once."""
         if use_gather_object and isinstance(input_data, torch.Tensor):
             return input_data if self.num_processes == 1 else super().gather_for_metrics(list(input_data), True)
         return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
 
     @property
     def even_batches(self) -> bool:
-        """Whether all ranks get equally many samples; setting it applies to loaders that are prepared later."""
+        """Whether all ranks get the same number of samples; a change applies to loaders that are prepared later."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -378,7 +381,7 @@ class Accelerator(_Accelerator):
 
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective of the Accelerator so that each rank counts it before it starts."""
+    """Wrap a method that all ranks call, so that each rank counts the call before it starts."""
 
     @functools.wraps(method)
     def call(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -393,7 +396,7 @@ for _name in ("backward", "gather", "gather_for_metrics", "reduce", "wait_for_ev
 
 
 def _free(name: str, taken: Container[Any]) -> str:
-    """Return the name, or the first of name_2, name_3 ... that is free."""
+    """Return `name` if it is not taken; else the first of name_2, name_3 ... that is not taken."""
     return next(one for one in chain([name], (f"{name}_{number}" for number in count(2))) if one not in taken)
 
 
@@ -403,7 +406,7 @@ def _free(name: str, taken: Container[Any]) -> str:
 def find_executable_batch_size(
     function: Any = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[[], int] | None = None
 ) -> Any:
-    """Call a function with a smaller batch size while memory runs out: each time nine tenths of the last size."""
+    """Call a function again with nine tenths of the batch size each time that memory runs out."""
     smaller = reduce_batch_size_fn
     return ours.find_executable_batch_size(
         function, starting_batch_size, (lambda size: int(size * 0.9)) if smaller is None else lambda size: smaller()
@@ -411,7 +414,7 @@ def find_executable_batch_size(
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model, or the model inside a strategy's wrapper, has peft's adapters."""
+    """Return True if a model has peft's adapters; a model in a strategy's wrapper is unwrapped first."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(ours.extract_model_from_parallel(model), peft.PeftModel)
 
@@ -419,7 +422,7 @@ def is_peft_model(model: nn.Module) -> bool:
 def set_module_tensor_to_device(
     *args: Any, non_blocking: bool = False, clear_cache: bool = True, **kwargs: Any
 ) -> None:
-    """Move a parameter or buffer to a device, or set its value there; two of the named options have no effect."""
+    """Set a parameter or buffer on a device; `non_blocking` and `clear_cache` have no effect."""
     set_tensor(*args, **kwargs)
 
 
@@ -429,20 +432,20 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Compare a version, or that of an installed package, with another version."""
+    """Compare the version of an installed package, or a given version, with another version."""
     found = library_or_version
     version = parse(importlib.metadata.version(found)) if isinstance(found, str) else found
     return STR_OPERATION_TO_FUNC[operation](version, parse(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare the version of torch with another one."""
+    """Compare the version of torch with another version."""
     return compare_versions(parse(torch.__version__), operation, version)
 
 
 @contextmanager
 def patch_environment(**variables: Any) -> Iterator[None]:
-    """Set variables of the environment, in capitals, for a block."""
+    """Set environment variables, with names in capitals, in the `with` block."""
     given = {name.upper(): str(value) for name, value in variables.items()}
     before = {name: os.environ[name] for name in given if name in os.environ}
     os.environ.update(given)

@@ -1,4 +1,4 @@
-"""`save_state` of Accelerate's programs: some call it on all ranks, others on the main process alone."""
+"""`save_state` for programs of Accelerate, of which some call it on all ranks and others on the main process alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _POLL_S = 0.01
 
 
 class Attendance:
-    """Record of which ranks take part in a save.
+    """Record of which ranks take part in a call of `save_state`.
 
-    All ranks take the same batches and call the same collectives, and count both. A rank whose count is higher than the
-    main process's count at its save does not take part in this save.
+    All ranks take the same batches and call the same collectives, and each rank counts them. A rank whose count is
+    higher than the count of the main process at a save has gone past this save, and does not take part in it.
     """
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class Attendance:
         """Count a batch or a collective, before it starts."""
         self._place, self._saves = self._place + 1, 0
         if self._records is not None and self._rank:
-            with suppress(RuntimeError):  # the main process, which hosts the store, has ended and will save nothing
+            with suppress(RuntimeError):  # the main process, which hosts the store, has ended, so it will save nothing
                 self._records.write(self._place, f"{self._place} 0")
 
     def all_come(self) -> bool:
-        """Return whether all ranks take part in the save that this rank has reached; the same on all that reach it.
+        """Return True if all ranks take part in the save at which this rank is; all ranks in the save agree.
 
         Raises:
-            DistributedError: a rank neither comes nor goes on.
+            DistributedError: a rank neither comes to the save nor goes past it in time.
         """
         records, deadline = self._records, time.monotonic() + _LIMIT_S
         if records is None:
@@ -53,7 +53,7 @@ class Attendance:
             records.write(self._place, f"{self._place} {self._saves}")
         while time.monotonic() < deadline:
             found = {rank: tuple(map(int, text.split())) for rank, text in records.read(self._place, True).items()}
-            first = found.pop(0, (0, 0))  # answer of rank 0, and the number of the save to which it belongs
+            first = found.pop(0, (0, 0))  # answer of rank 0, and the number of the save that it answers
             if self._rank and first[1] >= self._saves:
                 return bool(first[0])
             here = (self._place, self._saves)
@@ -71,7 +71,7 @@ def save_alone(states: States, path: Path) -> Path:
     The random states of the other ranks are not saved; a resumed run draws new random numbers on them.
 
     Raises:
-        UsageError: the main process does not hold all of the state.
+        UsageError: the main process does not hold the whole state.
     """
     prepared = states.prepared
     strategies = [prepared.main_strategy, *map(prepared.strategy_of, prepared.models.values())]
@@ -91,7 +91,7 @@ def save_alone(states: States, path: Path) -> Path:
 
 
 def take_name(saved: Path, named: Path) -> Path:
-    """Rename a state and return its path; if something else has the name, the state keeps its own."""
+    """Rename a saved state and return its path; if the wanted folder has other files, the state keeps its name."""
     old = saved.with_name(f".deleting-{saved.name}")
     if (named / "manifest.json").exists():
         named.rename(old)

@@ -1,6 +1,6 @@
-"""Adapt a class or function of instep to the arguments of another package.
+"""Adapt a class or function of instep, so that it accepts the arguments of another package.
 
-The names of the arguments are in `instep.utils.porting`.
+The names and replacements of these arguments are in `instep.utils.porting`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class _Adapted(type):
 
 
 def adapt(thing: Any, module: str, name: str, leaf: str, warn: Warn) -> Any:
-    """Return a class or function that accepts the arguments in the table; if there are none, return it unchanged.
+    """Return a class or function that accepts another package's arguments; return it unchanged if it has no such ones.
 
     Args:
         thing: a class or function of instep.
-        module: where the adapted class is found.
-        name: how it is called there.
-        leaf: how it is called in instep.
-        warn: called with what to write in place of an argument.
+        module: name of the module in which the adapted class is found.
+        name: name of the adapted class in that module.
+        leaf: name of the class or function in instep.
+        warn: function that is called with advice about an argument: what to write in its place.
     """
     keys = {*porting.RENAMED, *porting.DROPPED, *(owner for owner, _ in porting.VALUES)}
     methods = [key.partition(".")[2] for key in sorted(keys) if key.startswith(f"{leaf}.")]
@@ -51,7 +51,7 @@ def adapt(thing: Any, module: str, name: str, leaf: str, warn: Warn) -> Any:
 
 
 def adapt_found(target: str, module: str, name: str, warn: Warn) -> Any:
-    """Return the result of `adapt` for an object, given by its full name in instep."""
+    """Return the result of `adapt` for an object of instep, which is given by its full name."""
     home, _, leaf = target.rpartition(".")
     return adapt(getattr(import_module(home), leaf), module, name, leaf, warn)
 

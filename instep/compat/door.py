@@ -1,4 +1,4 @@
-"""The finder of modules with another package's names, and the code that replaces the package by them."""
+"""Make modules with another package's names, and put them in the place of the package in this process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from instep.utils import porting
 
 @dataclass(eq=False)
 class NameFinder(MetaPathFinder, Loader):
-    """Finder that makes the modules of a replaced package.
+    """Import finder that makes modules with the names of a replaced package.
 
     Args:
-        roots: what the modules are imported by -> the other package's name for it.
-        find: returns what a module has under a name; raises AttributeError.
-        has: whether the other package has a module, by its whole name there.
-        missing: makes the error for a module that it has not.
+        roots: import name of each top module -> its name in the other package.
+        find: function that returns the object with a name in a module, or raises AttributeError.
+        has: function that returns whether the other package has a module of this full name.
+        missing: function that makes the error for a module that the other package does not have.
     """
 
     roots: dict[str, str]
@@ -36,7 +36,7 @@ class NameFinder(MetaPathFinder, Loader):
     missing: Callable[[str], ImportError]
 
     def their_name(self, fullname: str) -> str | None:
-        """Return the other package's name for a module; None if the module has none."""
+        """Return the other package's name for a module; None if the module is not one of that package."""
         for root, theirs in self.roots.items():
             if fullname == root or fullname.startswith(f"{root}."):
                 return theirs + fullname[len(root) :]
@@ -55,15 +55,15 @@ class NameFinder(MetaPathFinder, Loader):
 
 
 class Door(NameFinder):
-    """Finder that can replace a package in this process.
+    """Import finder that can replace a package in this process.
 
     Args:
-        home: instep's module of the names.
-        package: the distribution that is stood in for.
-        version: the version whose names these are.
-        roots: the import names that it takes over, as in `NameFinder`.
-        has: as in `NameFinder`.
-        parts: modules with names that instep has otherwise, or calls otherwise; the first one that has a name counts.
+        home: module of instep that has the names.
+        package: name of the distribution that is replaced.
+        version: version of the package whose names these are.
+        roots: import names that are replaced -> their names in the package.
+        has: function that returns whether the package has a module of this full name.
+        parts: modules with further names, searched in this order, before the tables of names in `instep.utils.porting`.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Door(NameFinder):
 
     @property
     def installed(self) -> bool:
-        """Whether the package has been replaced."""
+        """Whether the package has been replaced in this process."""
         return self.package in self.roots
 
     def install(self) -> None:
-        """Take the package's place in this process: `import` finds these names; a second call does nothing.
+        """Replace the package in this process, so that `import` finds these names; a second call does nothing.
 
         Raises:
-            UsageError: the package is imported already.
+            UsageError: the package has been imported already.
 
         Example:
             >>> from instep.compat import accelerate
@@ -101,12 +101,12 @@ class Door(NameFinder):
         sys.meta_path.insert(0, self)
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
-        """Yield the distribution in which other packages look up the version."""
+        """Yield the distribution in which other packages look up the version of the replaced package."""
         if self.installed and context.name == self.package:
             yield _Metadata(self.package, self.version)
 
     def find_name(self, module: str, name: str) -> Any:
-        """Return the object that a module has under a name, made when it is first asked for."""
+        """Return the object that a module has under a name; make it at the first request."""
         if name == "__version__":
             return self.version
         if name.startswith("__"):
@@ -126,7 +126,7 @@ class Door(NameFinder):
         return self._found[whole]
 
     def _make(self, whole: str) -> Any:
-        """Return the object that replaces a name, given by its full name in the package; None if there is none."""
+        """Return the object that replaces a name, given by its full name in the package; None if nothing does."""
         parent, _, name = whole.rpartition(".")
         ours = next((found[name] for found in map(vars, map(import_module, self._parts)) if name in found), None)
         target = porting.successor(porting.canonical(whole) or "") or porting.successor(f"{self.package}.{name}")
@@ -160,7 +160,7 @@ class _Metadata(Distribution):
 
 
 def defined(name: str) -> Any:
-    """Make a small value or function that other packages define and instep lacks; None for an unknown name."""
+    """Make a small value or function that other packages define and instep does not; None for an unknown name."""
     if name in tables.DEFINED:
         imports, value = tables.DEFINED[name]
         made: dict[str, Any] = {}
@@ -168,18 +168,18 @@ def defined(name: str) -> Any:
         found = made["value"]
         return (lambda *args, **kwargs: found()) if name.endswith("_available") else found
     if name.startswith("is_") and name.endswith(("_available", "_version")):
-        return lambda *args, **kwargs: False  # instep does not support this package or device
+        return lambda *args, **kwargs: False  # instep does not support the package or device in the name
     if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):
-        return name.startswith("_TORCH_GREATER")  # instep needs a newer torch than those in these names
+        return name.startswith("_TORCH_GREATER")  # instep needs a newer torch than the versions in these names
     return None
 
 
 def silently(key: str, text: str) -> None:
-    """Do not warn, since this program runs unchanged, and `instep migrate` reports these things."""
+    """Do not warn about an argument, since a program under `instep.compat` runs unchanged."""
 
 
 class _Missing(type):
-    """Metaclass of names that the package has and instep lacks: a class without instances."""
+    """Metaclass of a stand-in for a name that the package has and instep does not; calling the stand-in raises."""
 
     advice: str
 

@@ -21,7 +21,7 @@ from instep.compat import tables
 from instep.compat.door import Door
 from instep.launch.command import this_command
 
-__path__: list[str] = []  # marks a package, whose modules `_door` makes
+__path__: list[str] = []  # marks this module as a package; `_door` makes the modules in it
 
 VERSION = "2.6.0"
 """The version of Lightning whose names these are."""
@@ -38,13 +38,13 @@ MODULES = frozenset(
 
 
 def command() -> tuple[str, ...]:
-    """Return the arguments of Python that run this program again, with these names if they are in use."""
+    """Return the arguments with which Python runs this program again, with Fabric replaced if it is replaced here."""
     words, flags = this_command(), len(subprocess._args_from_interpreter_flags())  # pyright: ignore
     return (*words[:flags], "-m", "instep.compat", "fabric", *words[flags:]) if _door.installed else words
 
 
 def _has(module: str) -> bool:
-    """Return True if Lightning has a module of that whole name: each of its words is one of a module's."""
+    """Return True if Lightning has a module of this full name: each word of it is the last word of a known module."""
     return all(word in MODULES or word in tables.LIGHTNING_MODULES for word in module.split(".")[1:])
 
 

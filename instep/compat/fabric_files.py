@@ -1,4 +1,5 @@
-"""Files of `Fabric.save` and `Fabric.load`: written by torch.save as in Lightning, so that `torch.load` reads them."""
+"""The files of `Fabric.save` and `Fabric.load`, written by torch.save as in Lightning, so that `torch.load` reads them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, str, bytes, bool, float, int, type(None), 
 
 
 def _plain(module: nn.Module) -> Strategy:
-    """Return a strategy that handles the state of a module that Fabric has not set up."""
+    """Return a plain strategy that handles the state of a module which Fabric has not set up."""
     strategy = Strategy()
     strategy.module = module
     return strategy
@@ -41,7 +42,7 @@ def _plain(module: nn.Module) -> Strategy:
 def save_state(
     fabric: Any, path: Path, state: dict[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]
 ) -> None:
-    """Save a state as a file. Collective; the arguments are those of `Fabric.save`."""
+    """Save a state as a file; all ranks must call this. The arguments are those of `Fabric.save`."""
     if unknown := filter.keys() - state.keys():
         raise ValueError(f"The filter keys {unknown} are not present in the state keys {set(state)}.")
     path = path.expanduser().absolute()
@@ -56,7 +57,7 @@ def save_state(
 
 
 def _optimizer_state(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> dict[str, Any]:
-    """Return an optimizer's state in torch's form; for a sharded model the whole state, by names, on rank 0."""
+    """Return an optimizer's state in torch's form; for a sharded model, the whole state by names, on rank 0."""
     home = _home(fabric, optimizer, modules)
     if home is None or not home.sharded:
         return optimizer.state_dict()
@@ -74,19 +75,19 @@ def _optimizer_state(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
-    """Write a file of torch.save; a reader of the path sees the old file or the new one, both whole."""
+    """Write a file of torch.save; a reader of the path sees either the whole old file or the whole new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(path) as part:
             torch.save(state, part)
-            # read back in the same way as `load` reads it
+            # read the file as `load` does, so that an unreadable file raises now
             torch.load(part, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error.strerror or error}", path=path) from error
     except (AttributeError, TypeError, pickle.PicklingError, pickle.UnpicklingError) as error:
         odd = [f"{where} ({type(leaf).__name__})" for where, leaf in iter_leaves(state) if type(leaf) not in _PLAIN]
         such = f", not objects such as {', '.join(odd[:3])}" if odd else ""
-        why = str(error).splitlines()[0].partition(" This file can still")[0]  # then torch tells how to run its code
+        why = str(error).splitlines()[0].partition(" This file can still")[0]  # torch then explains unsafe loading
         raise UnsavableStateError(
             f"this state cannot be saved as {path}: {clean(why).rstrip(' .')}. Give tensors, plain values, and objects "
             f"with state_dict and load_state_dict{such}; the file that was there is intact.",
@@ -95,7 +96,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def _sorted(fabric: Any, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split a state into strategies of modules, optimizers, and values."""
+    """Split a state into strategies (one for each module), optimizers, and other values, each by key."""
     modules: dict[str, Strategy] = {}
     optimizers: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -113,7 +114,7 @@ def _sorted(fabric: Any, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict
 
 
 def _home(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> Strategy | None:
-    """Return the strategy of the module that has all of an optimizer's parameters; None if none has."""
+    """Return the strategy of the module that has all of an optimizer's parameters; None if no module has them."""
     for strategy in [*modules.values(), *(its for _, its in fabric._models)]:
         own = {id(parameter) for parameter in strategy.parameters()}
         if all(id(parameter) in own for parameter in parameters_of(optimizer)):
@@ -122,7 +123,10 @@ def _home(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> Strat
 
 
 def load_state(fabric: Any, path: Path, state: Any, strict: bool) -> dict[str, Any]:
-    """Load a saved state into objects, and return the rest. Collective; the arguments are those of `Fabric.load`."""
+    """Load a saved state into objects, and return entries that were not loaded; all ranks must call this.
+
+    The arguments are those of `Fabric.load`.
+    """
     path, alone = path.expanduser(), isinstance(state, nn.Module | Optimizer)
     saved = _lazy_load(path)
     if state is None:
@@ -147,7 +151,7 @@ def load_state(fabric: Any, path: Path, state: Any, strict: bool) -> dict[str, A
 
 
 def _lazy_load(filename: Any) -> Any:
-    """Return the contents of a file of torch.save, verified if it has checksums, which torch does not check."""
+    """Read a file of torch.save. If the file has checksums, they are verified, since torch does not check them."""
     path = Path(filename).expanduser()
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no file {path}", path=path)

@@ -1,7 +1,7 @@
-"""Names of Lightning Fabric other than Fabric itself: precision, devices, strategies, loggers, seeds and throughput.
+"""Names of Fabric's modules beside `Fabric`: precision, devices, strategies, loggers, seeds and throughput.
 
-If instep has another class under Fabric's name, the class here has a different name, since a configuration finds
-classes by their names.
+If instep has a different class under Fabric's name, the class in this file is named differently, because a
+configuration finds classes by their names.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ PossibleUserWarning, Optimizable, _Stateful = UserWarning, Optimizer, Stateful
 
 
 class FabricPrecision(_Precision):
-    """instep's precision with the methods of Fabric's."""
+    """instep's precision with the methods of Fabric's precision."""
 
     precision = property(lambda self: self.name)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context for a forward pass."""
+        """Return the context in which a forward pass runs."""
         return self.context() or nullcontext()
 
     def convert_input(self, data: Any) -> Any:
-        """Cast floating tensors to the dtype that the step computes in."""
+        """Cast floating-point tensors to the dtype that the step computes in."""
         return data if self.compute_dtype is None else _cast(data, self.compute_dtype)
 
     def convert_output(self, data: Any) -> Any:
-        """Cast floating tensors to the default dtype."""
+        """Cast floating-point tensors to torch's default dtype."""
         return data if self.compute_dtype is None else _cast(data, torch.get_default_dtype())
 
     def convert_module(self, module: nn.Module) -> Any:
-        """Cast a module's weights in place, and return it."""
+        """Cast a module's weights in place, and return the module."""
         super().convert_module(module)
         return module
 
@@ -71,13 +71,13 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
 
 
 class Accelerator:
-    """A kind of device, and how many of it this machine has."""
+    """A kind of device, with the number of such devices on this machine."""
 
     kind = "auto"
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return True if this machine has such a device."""
+        """Return True if this machine has a device of this kind."""
         return cls.auto_device_count() > 0
 
     @classmethod
@@ -96,7 +96,7 @@ CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator = ACCELERATORS.v
 
 
 class _Kinds(type):
-    """Metaclass of strategy classes that a program uses only in `isinstance`."""
+    """Metaclass of strategy classes that programs use only in `isinstance`."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         alone = type(instance) is Strategy
@@ -118,7 +118,7 @@ class Logger:
     group_separator = "/"
 
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the program's class overrides what it needs."""
+        """Do nothing; a program's own logger overrides the methods that it needs."""
 
     log_metrics = log_hyperparams = log_graph = save = finalize = _do_nothing
 
@@ -129,11 +129,11 @@ class _InFoldersOfFabric:
 
 
 class FabricCSVLogger(_InFoldersOfFabric, ours_loggers.CSVLogger):
-    """instep's CSVLogger, with Fabric's folders."""
+    """instep's CSVLogger, which writes into Fabric's folders."""
 
 
 class FabricTensorBoardLogger(_InFoldersOfFabric, ours_loggers.TensorBoardLogger):
-    """instep's TensorBoardLogger, with Fabric's folders."""
+    """instep's TensorBoardLogger, which writes into Fabric's folders."""
 
 
 CSVLogger, TensorBoardLogger = FabricCSVLogger, FabricTensorBoardLogger
@@ -146,7 +146,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed python, numpy and torch in the same way on all ranks; samplers of shuffled loaders use this seed too.
 
     Raises:
-        ValueError: it is no number, or out of numpy's range.
+        ValueError: the seed is not a number, or outside numpy's range.
     """
     asked = os.environ.get(SEED_VARIABLE, "0") if seed is None else seed
     try:
@@ -156,20 +156,20 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     if not 0 <= seed < 2**32:
         raise ValueError(f"{seed} is not in bounds, numpy accepts from 0 to {2**32 - 1}")
     os.environ[SEED_VARIABLE], os.environ["PL_SEED_WORKERS"] = str(seed), str(int(workers))
-    import numpy  # noqa: F401  the program may load it later: seed it now
+    import numpy  # noqa: F401  imported so that `seed_process` seeds it, since the program may use it later
 
     seed_process(seed)
     return seed
 
 
 def reset_seed() -> None:
-    """Seed again as `seed_everything` did; do nothing if it was not called."""
+    """Seed again with the seed of `seed_everything`; do nothing if `seed_everything` was not called."""
     if SEED_VARIABLE in os.environ:
         seed_everything(None, os.environ.get("PL_SEED_WORKERS") == "1", verbose=False)
 
 
 def convert_tensors_to_scalars(metrics: Any) -> Any:
-    """Convert tensors of one element to numbers."""
+    """Convert tensors with one element to numbers, in nested data."""
 
     def number(leaf: Any) -> Any:
         if torch.is_tensor(leaf) and leaf.numel() != 1:
@@ -189,7 +189,7 @@ def is_overridden(method_name: str, instance: Any, parent: Any = TrainModule) ->
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
 ) -> int:
-    """Count the operations of a forward; with a loss, those of the backward too."""
+    """Count the floating-point operations of a forward pass; with `loss_fn`, also those of the backward pass."""
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()
         if loss_fn is not None:
@@ -199,13 +199,13 @@ def measure_flops(
 
 @dataclass
 class Throughput:
-    """Rates over a window of updates, under Fabric's names.
+    """Rates over a window of updates, with the names of Fabric's metrics.
 
     Args:
-        available_flops: operations a second that a device can do.
+        available_flops: operations per second that a device can do.
         world_size: number of devices.
-        window_size: number of updates that the rates are taken over.
-        separator: between "device" and a rate's name.
+        window_size: number of updates over which the rates are computed.
+        separator: text between "device" and the name of a rate.
     """
 
     available_flops: float | None = None
@@ -217,16 +217,16 @@ class Throughput:
         self._window: deque[Totals] = deque(maxlen=self.window_size)
 
     def reset(self) -> None:
-        """Forget all updates."""
+        """Drop all updates."""
         self._window.clear()
 
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Add the totals so far, and the operations since the last update.
+        """Add the totals so far (`flops`: the operations since the last update).
 
         Raises:
-            ValueError: a total is less than before.
+            ValueError: a total is less than at the last update.
         """
         last = self._window[-1] if self._window else Totals()
         now = Totals(time, batches, samples, lengths or 0, last.flops + (flops or 0))
@@ -235,7 +235,7 @@ class Throughput:
         self._window.append(now)
 
     def compute(self) -> dict[str, float]:
-        """Return totals and, once the window is full, rates."""
+        """Return the totals and, once the window is full, the rates."""
         last = self._window[-1]
         found: dict[str, float] = {"time": last.time_s, "batches": last.batches, "samples": last.samples}
         if last.lengths:
@@ -254,11 +254,11 @@ class Throughput:
 
 
 class ThroughputMonitor(Throughput):
-    """Throughput that a Fabric logs.
+    """Throughput whose rates are logged by a Fabric.
 
     Args:
-        fabric: whose loggers and devices these are.
-        **options: of `Throughput`.
+        fabric: the Fabric whose loggers and devices are used.
+        **options: further arguments of `Throughput`.
     """
 
     def __init__(self, fabric: Any, **options: Any) -> None:
@@ -267,7 +267,7 @@ class ThroughputMonitor(Throughput):
         self._fabric = fabric
 
     def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
-        """Return the rates, and log them."""
+        """Return the totals and rates, and log them."""
         found = self.compute(**kwargs)
         self._fabric.log_dict(found, step)
         return found

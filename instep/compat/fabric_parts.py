@@ -1,4 +1,4 @@
-"""`Fabric`: a handwritten loop over instep's strategies."""
+"""`Fabric`: Lightning Fabric's class for handwritten loops, over instep's strategies."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def _nothing(fabric: Any) -> None:
 
 
 class Fabric:
-    """A handwritten loop over instep's strategies, by the methods of Lightning's Fabric.
+    """A handwritten loop over instep's strategies, with the methods of Lightning's Fabric.
 
     Args:
         accelerator: kind of device: "auto", "cpu", "gpu", "cuda", "mps", "tpu".
         strategy: a name or an instep Strategy.
-        devices: processes of this machine.
+        devices: number of processes on this machine.
         num_nodes: number of machines.
         precision: a name, such as "bf16-mixed".
-        plugins: nothing; instep has no plug-ins.
-        callbacks: objects whose methods `call` calls.
+        plugins: must be empty, since instep has no plug-ins.
+        callbacks: objects whose methods `Fabric.call` calls.
         loggers: loggers of instep, or objects with `log_metrics`.
     """
 
@@ -142,7 +142,7 @@ class Fabric:
         With "ddp_spawn", "ddp_fork" or "ddp_notebook" the ranks are forks of this process, which run the function.
 
         Raises:
-            TypeError: the function is none, or takes no argument.
+            TypeError: `function` cannot be called, or takes no argument.
         """
         if not callable(function):
             raise TypeError(f"`Fabric.launch(...)` needs to be a callable, but got {function}: leave out its ()")
@@ -162,7 +162,7 @@ class Fabric:
         return function(self, *args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program on all ranks; a subclass overrides this."""
+        """Run the program on all ranks; a subclass of Fabric overrides this."""
 
     def _run_launched(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.launch()
@@ -173,7 +173,7 @@ class Fabric:
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:
-        """Distribute a module, and make its optimizers step through the strategy; return their replacements."""
+        """Distribute a module by the strategy, and wrap its optimizers; return the wrapped objects."""
         self._check_launched()
         _check_new("setup", "A model", [module], nn.Module)
         if optimizers:
@@ -186,7 +186,7 @@ class Fabric:
         return (wrapped, *stepped) if scheduler is None else (wrapped, *stepped, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> _FabricModule:
-        """Distribute a module by the strategy."""
+        """Distribute a module by the strategy, and return the wrapped module."""
         self._check_launched()
         _check_new("setup_module", "A model", [module], nn.Module)
         return self._spread(module, (), move_to_device)
@@ -213,7 +213,7 @@ class Fabric:
         return _FabricModule(forward, strategy, module)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Make optimizers step through the strategy."""
+        """Return optimizers that step through the strategy."""
         self._check_launched()
         _check_new("setup_optimizers", "An optimizer", optimizers)
         if self._strategy.wraps_with_optimizer:
@@ -234,7 +234,7 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Give each rank its part of each loader's data, on its device."""
+        """Return loaders that give each rank its part of the data, on its device."""
         self._check_launched()
         _check_new("setup_dataloaders", "A dataloader", dataloaders, DataLoader)
         device = self.device if move_to_device else None
@@ -244,7 +244,7 @@ class Fabric:
         return found[0] if len(found) == 1 else found
 
     def _shared(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader of this rank's part of the data, by torch's DistributedSampler."""
+        """Return a loader of this rank's part of the data, with torch's DistributedSampler."""
         parts, part = self._strategy.data_world_size, self._strategy.data_rank
         batches: Any = loader.batch_sampler
         sampler = getattr(batches, "sampler", loader.sampler)
@@ -268,7 +268,7 @@ class Fabric:
     # ---- the step
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """Backpropagate; scale the loss if the precision needs it."""
+        """Run the backward pass; the loss is scaled if the precision needs it."""
         in_backward.append(True)
         try:
             (self._strategy if model is None else model._strategy).backward(tensor, *args, **kwargs)
@@ -306,11 +306,11 @@ class Fabric:
         return norm
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the precision's context."""
+        """Return the autocast context of the precision."""
         return self._strategy.precision.forward_context()
 
     def no_backward_sync(self, module: Any, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Return a context for a micro-batch whose gradients need not be reduced yet."""
+        """Return a context for a micro-batch whose gradients are not reduced over ranks yet."""
         module = without_compile(module)
         if not isinstance(module, _FabricModule):
             raise TypeError(
@@ -330,7 +330,7 @@ class Fabric:
         return obj.to(self.device) if isinstance(obj, nn.Module) else send_to_device(obj, self.device)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have come here."""
         self._process.wait_for_everyone(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -348,28 +348,28 @@ class Fabric:
         return map_leaves(lambda leaf: together(leaf) if torch.is_tensor(leaf) else leaf, data)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Combine each rank's tensors, in place."""
+        """Combine the tensors of all ranks, in place."""
         self._check_launched()
         name = str(reduce_op).rpartition(".")[2].lower().replace("avg", "mean")
         data = self._tensors("all_reduce", data, group)
         return map_leaves(lambda leaf: all_reduce_(leaf, name) if torch.is_tensor(leaf) else leaf, data)
 
     def _tensors(self, method: str, data: Any, group: Any) -> Any:
-        """Convert numbers to tensors, on the device."""
+        """Convert numbers to tensors, and move all tensors to the device."""
         if group is not None:
             raise UsageError(f"fabric.{method}(group=...) has no counterpart in instep: use torch.distributed")
         data = map_leaves(lambda leaf: torch.tensor(leaf) if isinstance(leaf, bool | int | float) else leaf, data)
         return send_to_device(data, self.device)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Return a context whose block runs first on the first rank, then on the others."""
+        """Return a context whose block runs first on the first rank, and then on the other ranks."""
         return self._process.local_main_process_first() if local else self._process.main_process_first()
 
     # ---- large models
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make a module's weights on the device, in the precision's dtype; uninitialized if they are loaded later."""
+        """Make a module's weights on the device, in the precision's dtype; `empty_init` leaves them uninitialized."""
         self._check_launched()
         spread = empty_init is not False and self._strategy.sharded
         skipping = _SkipInit() if empty_init and not spread else nullcontext()
@@ -388,29 +388,29 @@ class Fabric:
     def save(
         self, path: Any, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
     ) -> None:
-        """Save a state as a file of torch.save; replace an older file. Collective.
+        """Save a state as a file of torch.save; replace an older file. All ranks must call this.
 
         Raises:
-            ValueError: a filter is of no entry of the state.
-            UnsavableStateError: an entry is neither of tensors and plain values, nor has a state dict of these.
-            CheckpointError: it could not be written; the older one is intact.
+            ValueError: `filter` has a key that the state does not have.
+            UnsavableStateError: an entry has neither tensors and plain values nor a state dict of them.
+            CheckpointError: the file could not be written; an older file is intact.
         """
         save_state(self, Path(path), state, filter or {})
 
     def load(
         self, path: Any, state: Any = None, strict: bool = True, *, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a state into the given objects, in place, and return the rest of the state.
+        """Load a state into the given objects, in place, and return the entries that were not loaded.
 
         Args:
-            path: what `save` wrote, or a file of `torch.save`.
-            state: a dict of objects and values; a module or an optimizer alone; None returns all.
-            strict: whether each entry must be there, and weights fit exactly.
-            weights_only: without effect: no file runs code here. One that would is an error.
+            path: file that `save` or `torch.save` wrote.
+            state: a dict of objects and values; or a single module or optimizer; None returns the whole state.
+            strict: whether each entry must be in the file, and weights must fit exactly.
+            weights_only: has no effect, since no code in a file ever runs; a file that needs code is an error.
 
         Raises:
-            CheckpointNotFoundError, CorruptCheckpointError: there is none, or it does not verify.
-            CheckpointError: a file of `torch.save` needs code to run.
+            CheckpointNotFoundError, CorruptCheckpointError: there is no file, or it does not verify.
+            CheckpointError: the file needs code to run.
             KeyError: an entry is missing.
         """
         remainder = load_state(self, Path(path), state, strict)
@@ -418,7 +418,7 @@ class Fabric:
         return remainder
 
     def load_raw(self, path: Any, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
-        """Load the state of one module or optimizer alone."""
+        """Load the state of a single module or optimizer from a file."""
         load_state(self, Path(path), obj, strict)
 
     # ---- callbacks and loggers
@@ -449,7 +449,7 @@ class Fabric:
 
 
 def _check_new(method: str, what: str, objects: Sequence[Any], kind: type = object) -> None:
-    """Raise if there is no object, if Fabric has set one up already, or if one is not of its kind."""
+    """Raise if no object is given, if Fabric has set an object up already, or if an object is not of type `kind`."""
     if not objects:
         raise ValueError(f"`{method}` requires at least one {what.split()[1]} as input.")
     for one in objects:

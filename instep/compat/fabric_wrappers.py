@@ -1,4 +1,4 @@
-"""What `Fabric.setup` returns: modules, optimizers and loaders that act through the strategy."""
+"""What `Fabric.setup` and `Fabric.setup_dataloaders` return: modules, optimizers and loaders that use the strategy."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _FabricModule(nn.Module):
     """A module that is called through the strategy; its attributes and state dict are those of the user's module.
 
     Args:
-        forward_module: what the strategy made of the module.
-        strategy: its strategy.
-        original_module: the user's.
+        forward_module: the module in the strategy's wrapper.
+        strategy: strategy of this module.
+        original_module: the user's module; None: the same as `forward_module`.
     """
 
     def __init__(self, forward_module: Any, strategy: Any, original_module: Any = None) -> None:
@@ -49,7 +49,7 @@ class _FabricModule(nn.Module):
     )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module in the precision of the run."""
+        """Call the module in the precision of the Fabric."""
         precision = self._strategy.precision
         args, kwargs = precision.convert_input((args, kwargs))
         with precision.forward_context():
@@ -64,11 +64,11 @@ class _FabricModule(nn.Module):
         return self._original_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of the user's module."""
+        """Load a state dict into the user's module."""
         return self._original_module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def mark_forward_method(self, method: MethodType | str) -> None:
-        """Make a method of the module run like its forward: through the strategy, in the precision.
+        """Make a method of the module run like its `forward`: through the strategy, in the precision of the Fabric.
 
         Raises:
             AttributeError: the module has no such method, or it is `forward`.
@@ -105,7 +105,7 @@ class _FabricModule(nn.Module):
         return call_forward_module
 
     def _outside(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Make a method raise if it runs the module without the strategy."""
+        """Wrap a method, so that it raises if it runs the module without the strategy."""
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ class _FabricModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self).get("_modules", {})
-        if name in own or "_original_module" not in own:  # the last while the module is made or copied
+        if name in own or "_original_module" not in own:  # it is missing while the module is made or copied
             return super().__getattr__(name)
         found = getattr(self._original_module, name)
         if self._forward_module is self._original_module:
@@ -162,9 +162,9 @@ class _FabricOptimizer(OptimizerProxy):
     """An optimizer that the strategy steps; all other attributes are those of the user's optimizer.
 
     Args:
-        optimizer: the user's.
-        strategy: how it steps.
-        call: calls a hook of the callbacks: `Fabric.call`; None: there are none.
+        optimizer: the user's optimizer.
+        strategy: strategy that makes the step.
+        call: `Fabric.call`, which calls a hook of the callbacks; None: no hook is called.
     """
 
     def __init__(self, optimizer: Any, strategy: Any, call: Callable[..., Any] | None = None) -> None:
@@ -172,7 +172,7 @@ class _FabricOptimizer(OptimizerProxy):
         self._strategy, self._call = strategy, call
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and return the loss of the closure."""
+        """Make an optimizer step, and return the loss of the closure."""
         losses: list[Any] = []
         again = None if closure is None else lambda: losses.append(closure()) or losses[-1]
         self._strategy.gradients.step(self.optimizer, again)
@@ -190,8 +190,8 @@ class _FabricDataLoader:
     """A loader that moves batches to the device; its state dict is the position in the data.
 
     Args:
-        dataloader: torch's.
-        device: where batches go; None leaves them.
+        dataloader: the loader of torch.
+        device: device to which batches are moved; None: batches are not moved.
     """
 
     def __init__(self, dataloader: Any, device: torch.device | None = None) -> None:
@@ -225,14 +225,14 @@ class _FabricDataLoader:
         self._batches = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, and torch's random state at the start of the pass and now."""
+        """Return the position in the data, and torch's random state at the start of the pass and at this moment."""
         if hasattr(self._dataloader, "state_dict"):
             return self._dataloader.state_dict()
         place = {"passes": self._passes, "batches": self._batches}
         return {**place, "random": self._random, "now": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch, with the random state of that time; other ranks keep their random state."""
+        """Continue after the last batch of the saved state; only rank 0 takes its random state too."""
         if hasattr(self._dataloader, "load_state_dict"):
             self._dataloader.load_state_dict(state)
             return
@@ -246,12 +246,12 @@ class _FabricDataLoader:
 
 
 def is_wrapped(obj: Any) -> bool:
-    """Return True if Fabric has set an object up."""
+    """Return True if an object was returned by a setup method of Fabric."""
     return isinstance(without_compile(obj), _FabricModule | _FabricOptimizer | _FabricDataLoader)
 
 
 def unwrapped(obj: Any) -> Any:
-    """Return the user's object inside one that Fabric returned; return any other object unchanged."""
+    """Return the user's object inside an object that Fabric returned; return any other object unchanged."""
     inner = without_compile(obj) if isinstance(obj, nn.Module) else obj
     if isinstance(inner, _FabricModule):
         return without_compile(inner._forward_module)
@@ -261,5 +261,5 @@ def unwrapped(obj: Any) -> Any:
 
 
 def _unwrap_objects(collection: Any) -> Any:
-    """Replace objects that Fabric returned by the user's own, in a nested collection."""
+    """Replace the objects that Fabric returned by the user's objects, in a nested collection."""
     return map_leaves(unwrapped, collection)

@@ -1,4 +1,4 @@
-"""FSDP by the option names of Lightning and Accelerate: the strategy of the one, and the plug-in of the other."""
+"""FSDP with the option names of Lightning's strategy and of Accelerate's plug-in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SO_ANYWAY = {"limit_all_gathers", "process_group_backend", "sync_module_states"
 
 
 class FullyShardedDataParallelPlugin(FSDPStrategy):
-    """instep's FSDP, which is torch's FSDP2, with the others' names of options; unknown ones have no effect."""
+    """instep's FSDP (torch's FSDP2) with option names of Lightning and Accelerate; unknown options have no effect."""
 
     auto_wrap_policy = limit_all_gathers = mixed_precision_policy = ignored_modules = None
 
@@ -59,7 +59,7 @@ class FullyShardedDataParallelPlugin(FSDPStrategy):
             warn_user(f"FSDP({', '.join(left)}) has no effect: instep shards by torch's FSDP2")
         if kind in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
             reshard_after_forward = False
-        policy = None if isinstance(auto_wrap_policy, str) else auto_wrap_policy  # Accelerate's say which option it is
+        policy = None if isinstance(auto_wrap_policy, str) else auto_wrap_policy  # a text only names an option
         super().__init__(
             names or policy or min_num_params or None,
             cpu_offload=bool(getattr(cpu_offload, "offload_params", cpu_offload)),

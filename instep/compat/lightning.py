@@ -1,4 +1,4 @@
-"""Lightning's names for instep's classes, so that a script runs before it is ported.
+"""instep's classes under Lightning's names, so that a script runs before it is ported.
 
 Each name warns once, with what to write instead. A name without a counterpart raises an AttributeError, or an
 ImportError, that says what to do. The table of names is `instep.utils.porting`; `instep migrate` reads it too, and
@@ -25,10 +25,10 @@ from instep.compat.door import NameFinder, defined
 from instep.utils import porting
 from instep.utils.warn import warn_user
 
-__path__: list[str] = []  # marks a package, whose modules the finder makes
+__path__: list[str] = []  # marks this module as a package; the finder below makes the modules in it
 
 _warned: set[str] = set()
-_adapted: dict[tuple[str, str], Any] = {}  # adapted classes, by Lightning's name and by instep's name with its module
+_adapted: dict[tuple[str, str], Any] = {}  # adapted classes, by Lightning's name and instep's full name
 
 
 def __getattr__(name: str) -> Any:
@@ -71,12 +71,12 @@ def _warn(what: str, text: str) -> None:
         warn_user(f"instep.compat.lightning: {text}", FutureWarning)
 
 
-sys.meta_path.append(  # this finder is asked last, and finds only names of this module
+sys.meta_path.append(  # this finder is the last one that Python asks, and finds only names of this module
     NameFinder(
         {__name__: "lightning"},
         _find,
         lambda module: module.rpartition(".")[2] in tables.LIGHTNING_MODULES,
-        # not a ModuleNotFoundError, since `from ... import` drops its text
+        # not a ModuleNotFoundError, since `from ... import` would drop its text
         lambda fullname: ImportError(_missing(fullname), name=fullname),
     )
 )

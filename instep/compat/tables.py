@@ -1,4 +1,4 @@
-"""Tables of other packages' names that only `instep migrate` and `instep.compat` read."""
+"""Tables of other packages' names, which only `instep migrate` and `instep.compat` read."""
 
 from __future__ import annotations
 
