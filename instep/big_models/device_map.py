@@ -46,7 +46,7 @@ def resolve_device_map(
     Args:
         model: the model; its tensors may be on the meta device.
         device_map: "auto" or "balanced": accelerators get equal shares; "balanced_low_0": as little as possible on the
-            first, which is wanted where it also holds what `generate` makes; "sequential": fill one after the other.
+            first, which then has room for what `generate` makes; "sequential": fill one accelerator after the other.
             Or the device of each module, by name: a number, "cpu", "disk" or a torch device; "" is the whole model.
         max_memory: as for `get_max_memory`.
         no_split_module_classes: as for `infer_auto_device_map`.
@@ -55,7 +55,7 @@ def resolve_device_map(
         special_dtypes: as for `infer_auto_device_map`.
 
     Raises:
-        SettingError: the word is unknown, a part of the model has no device, or a device is not here.
+        SettingError: `device_map` is an unknown word, a part of the model has no device, or a device does not exist.
     """
     if isinstance(device_map, Mapping):
         for name, device in device_map.items():
@@ -110,7 +110,7 @@ def check_device(field: str, device: Device) -> None:
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     """Check that a device map gives a device to each weight of a model.
 
-    Warn of names in the map that the model does not have, and of tied parameters on several devices.
+    Warn about names in the map that the model does not have, and about tied parameters on several devices.
 
     Args:
         model: the model.
@@ -151,7 +151,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
 
 def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
-    """Return the device of the innermost entry of a map that contains a tensor."""
+    """Return the device of the innermost entry of a device map that contains a tensor; None if no entry contains it."""
     return next((device_map[owner] for owner in reversed([*owners(name)]) if owner in device_map), None)
 
 
@@ -210,7 +210,7 @@ def get_balanced_memory(
         return limits
     if len(used) == 1:
         if max_memory is None:
-            limits[used[0]] = limits[used[0]] * 9 // 10  # the rest is for activations
+            limits[used[0]] = limits[used[0]] * 9 // 10  # the other 10 % are for activations
         return limits
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(used) - low_zero) + _margin(model, sizes, _classes(model, no_split_module_classes))
@@ -224,7 +224,7 @@ def get_balanced_memory(
 
 
 def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str]) -> int:
-    """Return the bytes to add to a share, since parts cannot be split anywhere: 1.25 of a block or mean layer."""
+    """Return the bytes to add to a device's share, since some parts cannot be split: 1.25 of a block or mean layer."""
     blocks = [sizes[name] for name, module in model.named_modules() if type(module).__name__ in no_split]
     tensors = {name for name, module in model.named_modules() if module._parameters or module._buffers}
     inner = {owner for name in tensors for owner in [*owners(name)][:-1]}
@@ -270,15 +270,15 @@ def infer_auto_device_map(
 
     Args:
         model: the model; its tensors may be on the meta device.
-        max_memory: as for `get_max_memory`. For a plan only: the devices need not be here.
+        max_memory: as for `get_max_memory`. The devices need not exist on this machine.
         no_split_module_classes: names of classes whose modules are not split, such as blocks with a residual
             connection.
-        dtype: what floating tensors are converted to when they are loaded; None: their own.
-        special_dtypes: the dtype of some tensors, by full name, whatever `dtype` says.
+        dtype: dtype to which floating-point tensors are converted when they are loaded; None: their own dtypes.
+        special_dtypes: dtypes of single tensors, by full name; they count more than `dtype`.
         verbose: whether each step is printed.
         clean_result: whether a module whose parts are all on one device gets one entry.
-        offload_buffers: whether buffers of offloaded layers are offloaded too. If not, they all lie on an accelerator,
-            and there is a warning where none has the room.
+        offload_buffers: whether buffers of offloaded layers are offloaded too. If not, all buffers are on an
+            accelerator, and a warning is given if no accelerator has room for them.
         fallback_allocation: whether a device on which the next part does not fit gets the first later part that does.
 
     Returns:
@@ -351,7 +351,7 @@ class _Plan:
         Args:
             device: the device.
             limit: bytes of the device; None if it has no limit.
-            keeps_room: whether it keeps room for the largest layer that comes later.
+            keeps_room: whether the device keeps room for the largest layer that comes later.
             fallback: whether the device gets another part if the first one does not fit.
         """
         used = reserve = 0
@@ -407,7 +407,7 @@ class _Plan:
         self.devices.update(dict.fromkeys(names, device))
 
     def _split_one_of(self, names: Collection[str]) -> bool:
-        """Split the last of some parts that can be split, so that earlier parts keep their order; tell if any."""
+        """Split the last named part that can be split; return True if there is one. Earlier parts keep their order."""
         for place in reversed(range(len(self.left))):
             name = self.left[place][0]
             parts = split(self.left[place], self._no_split) if name in names else []
@@ -418,7 +418,7 @@ class _Plan:
         return False
 
     def _bring_forward(self, limit: int | None, keeps_room: bool) -> bool:
-        """Move the first later part that fits on an empty device to the front; return whether there was one."""
+        """Move the first later part that fits on an empty device to the front; return True if there is such a part."""
         room = float("inf") if limit is None else limit - (self._largest_but(()) if keeps_room else 0)
         first, *rest = self.left
         place = 0

@@ -76,26 +76,28 @@ def dispatch_model(
     changed, so trainable weights must be on a device.
 
     Args:
-        model: with values, or after `load_checkpoint_in_model` with the same map; changed in place.
+        model: model with values, or a model after `load_checkpoint_in_model` with the same map; changed in place.
         device_map: device by module name, or "auto", "balanced", "balanced_low_0", "sequential".
-        main_device: where offloaded modules compute; None: the first accelerator of the map, else the CPU.
-        state_dict: values of modules on "cpu" and "disk", by full name; None: the model's own.
+        main_device: device where offloaded modules compute; None: the first accelerator of the map, else the CPU.
+        state_dict: values of modules on "cpu" and "disk", by full name; None: the model's own values.
         offload_dir: folder for weights on "disk" that lie in no file yet.
-        offload_index: file ("safetensors_file") and name there ("weight_name") of weights on "disk".
+        offload_index: for each weight on "disk": its file ("safetensors_file") and its name in the file
+            ("weight_name").
         offload_buffers: whether buffers are offloaded too.
         skip_keys: keyword arguments of forwards that are not moved between devices, such as a cache.
-        preload_module_classes: names of classes that use weights of modules within, without calling these.
-        force_hooks: whether inputs are brought to the model's device where it has a single one, too.
-        max_memory: for a map that is made here, as for `infer_auto_device_map`.
-        no_split_module_classes: for a map that is made here, as for `infer_auto_device_map`.
+        preload_module_classes: names of classes whose forward uses weights of submodules without calling the
+            submodules.
+        force_hooks: whether hooks move inputs to the model's device even if the model is on a single device.
+        max_memory: limits for a map such as "auto", as for `infer_auto_device_map`.
+        no_split_module_classes: for a map such as "auto", as for `infer_auto_device_map`.
 
     Returns:
         The model, whose `hf_device_map` is the map.
 
     Raises:
         SettingError: the map leaves weights without a device, or weights for the disk have no `offload_dir`.
-        CheckpointError: the folder is of another model.
-        UsageError: the model is dispatched already, or weights without values are given none.
+        CheckpointError: `offload_dir` holds the weights of another model.
+        UsageError: the model is dispatched already, or there are no values for weights on the meta device.
 
     Example:
         >>> import tempfile
@@ -132,7 +134,7 @@ def dispatch_model(
     add_hook_to_module(model, _InputsHook(main, io_same_device=True, skip_keys=skip_keys), append=True)
 
     def make(module: nn.Module, prefix: str) -> AlignDevicesHook | None:
-        """Make the hook of a module with offloaded weights, or with inputs that may be elsewhere."""
+        """Make the hook of a module with offloaded weights, or with inputs that may be on another device."""
         name = prefix.removesuffix(".")
         whole = where.is_away(name) and reads_within(module, preload_module_classes or ())
         own = [key for key, _ in (*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole))]
@@ -175,11 +177,11 @@ def _check_values(model: nn.Module, empty: Sequence[str]) -> None:
 
 
 class _Where:
-    """Devices of a model's modules and weights.
+    """Map from a model's modules and weights to their devices.
 
     Args:
         devices: the device map.
-        main: where offloaded modules compute.
+        main: device where offloaded modules compute.
         away: the values of the map that mean offloaded.
     """
 
@@ -199,7 +201,7 @@ class _Where:
         return self._entry(name) == DISK
 
     def device(self, name: str) -> torch.device:
-        """Return where a module or weight computes."""
+        """Return the device where a module or weight computes."""
         entry = self._entry(name)
         return self._main if entry in self._away else as_device(entry)
 
@@ -294,14 +296,14 @@ def _indexed(index: Mapping[str, Mapping[str, str]]) -> dict[str, Stored]:
 
 
 class _InputsHook(AlignDevicesHook):
-    """Hook of a whole model: moves inputs to where the model begins, and outputs back to where the inputs were."""
+    """Hook of a whole model that moves inputs to the device where the model begins, and outputs back to theirs."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module
 
 
 class _Dispatched:
-    """State of a dispatched model: it gives a whole state dict, and raises if the model is moved or changed.
+    """State of a dispatched model, which completes the state dict, and raises if the model is moved or changed.
 
     Args:
         model: the model.
@@ -357,7 +359,7 @@ class _GivesValues:
 
 
 class _RefusesValues:
-    """Hook of `load_state_dict`: offloaded weights cannot be changed."""
+    """Hook of `load_state_dict` that raises if a state dict would change offloaded weights."""
 
     def __init__(self, weights: WeightsMap) -> None:
         self._weights = weights
@@ -421,9 +423,9 @@ def cpu_offload(
 
     Args:
         model: changed in place.
-        execution_device: device where modules compute; None: where the first weight is.
-        offload_buffers: offload buffers too.
-        state_dict: values by full name; None: the model's own.
+        execution_device: device where modules compute; None: the device of the first weight.
+        offload_buffers: whether buffers are offloaded too.
+        state_dict: values of the weights, by full name; None: the model's own values.
         preload_module_classes: as for `dispatch_model`.
 
     Returns:
@@ -455,8 +457,8 @@ def disk_offload(
     Args:
         model: changed in place.
         offload_dir: folder for an ordinary safetensors file. A folder that holds another model is refused.
-        execution_device: device where modules compute; None: where the first weight is.
-        offload_buffers: offload buffers too.
+        execution_device: device where modules compute; None: the device of the first weight.
+        offload_buffers: whether buffers are offloaded too.
         preload_module_classes: as for `dispatch_model`.
 
     Returns:
@@ -511,14 +513,14 @@ def _offload_all(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model in main memory until its forward; it stays on the device then, until its hook offloads it.
+    """Keep a model in main memory until its forward, and then on the device until the returned hook offloads it.
 
-    For several models that run in turn, each many times.
+    Use it for several models that run in turn, each many times.
 
     Args:
         model: changed in place.
-        execution_device: where the model computes; None: the accelerator, where there is one.
-        prev_module_hook: hook of the model before, which leaves the device when this one comes.
+        execution_device: device where the model computes; None: the accelerator, if there is one.
+        prev_module_hook: hook of another model, which leaves the device when this model comes to the device.
 
     Returns:
         The model, and the hook, whose `offload()` brings the model back.
@@ -612,17 +614,17 @@ def set_module_tensor_to_device(
     value: Tensor | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> None:
-    """Bring one parameter or buffer of a module to a device, or give it a value there.
+    """Bring one parameter or buffer of a module to a device, or give it a new value on that device.
 
     Args:
         module: the module.
         tensor_name: full name of the parameter or buffer in the module.
         device: the device.
-        value: the new value, of the same shape; needed where the old one is on the meta device.
+        value: the new value, of the same shape; needed if the old value is on the meta device.
         dtype: dtype of the new value. With None, a parameter keeps the dtype it had, and a buffer gets that of `value`.
 
     Raises:
-        UsageError: the module has no such tensor, the value is missing, or it has another shape.
+        UsageError: the module has no such tensor, the value is missing, or the value has another shape.
 
     Example:
         >>> layer = nn.Linear(2, 2, device="meta")

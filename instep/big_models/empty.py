@@ -1,4 +1,4 @@
-"""Modules without values: their parameters move to another device, usually the meta device, when they are made."""
+"""Build modules without values: parameters move to another device, usually the meta device, when they are made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     or by `module.to_empty(device=...)` and an initialization of your own.
 
     Args:
-        include_buffers: whether buffers have no values either. They are kept by default, because buffers that are
+        include_buffers: whether buffers have no values either. By default buffers are kept, because buffers that are
             computed when the module is built, such as a table of positions, are often in no checkpoint.
 
     Example:
@@ -49,10 +49,10 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     tied.
 
     Args:
-        device: where parameters go.
-        include_buffers: whether buffers, and all other tensors that are made in the block, go there too. Tensors are
-            then made on the device, as in torch's own `with torch.device(...)`; else a parameter is made where its
-            module makes it and moved.
+        device: device of the parameters.
+        include_buffers: whether buffers, and all other tensors that are made in the block, are on the device too.
+            Tensors are then made on the device, as in torch's own `with torch.device(...)`; otherwise a parameter is
+            made where its module makes it, and is moved.
 
     Raises:
         SettingError: torch knows no such device.
@@ -80,7 +80,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 class _Block:
-    """One `with init_on_device(...)` block: the device for parameters, and the new objects of tied ones."""
+    """One `with init_on_device(...)` block: the device for parameters, and the parameters that were moved."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,7 +117,7 @@ def _stack() -> list[_Block]:
 
 
 def _watch_registrations() -> None:
-    """Register the hook, once for the process.
+    """Register torch's hook for parameters that a module gets, once for the process.
 
     The hook is never removed: other threads that build modules iterate over torch's dictionary of hooks, and removing
     an entry would be an error there.

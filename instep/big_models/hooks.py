@@ -1,4 +1,4 @@
-"""Hooks around a module's forward: they bring weights and inputs to its device, and move them back."""
+"""Hooks around a module's forward: they bring weights and inputs to the module's device, and move them back."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Args:
         module: the module, changed in place.
         hook: the hook. It replaces one that the module has.
-        append: keep the hook that the module has, and run the new one after it.
+        append: keep the hook that the module has, and run the new hook after it.
 
     Returns:
         The module.
@@ -203,7 +203,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
     Args:
         module: the module, changed in place.
-        recurse: remove the hooks of the modules within too.
+        recurse: whether to remove the hooks of submodules too.
 
     Returns:
         The module.
@@ -226,7 +226,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def _detach(subject: Any) -> None:
-    """Take off a module's own hook; a dispatched model stays dispatched."""
+    """Remove a module's own hook; a dispatched model stays dispatched."""
     if "_hf_hook" in vars(subject):
         subject._hf_hook.detach_hook(subject)
         del subject._hf_hook
@@ -314,7 +314,7 @@ class _Slot:
         return {**vars(self), **nothing}  # a copy of the module reads the same files
 
     def unload(self) -> None:
-        """Leave the weight on the meta device."""
+        """Replace the weight in the module by its placeholder on the meta device."""
         there, holder, leaf = self._there, self.holder, self.leaf
         if there is not None and holder.get(leaf) is there:
             holder[leaf] = self.empty
@@ -333,9 +333,9 @@ class AlignDevicesHook(ModelHook):
         offload: leave the module's weights on the meta device except during its forward. `weights_map` then gives their
             values, which are used without a copy where they lie on the execution device already.
         io_same_device: bring outputs to the device of the inputs.
-        weights_map: weights by their names in the module; None: the weights that it has, in main memory.
+        weights_map: weights by their names in the module; None: the module's current weights, kept in main memory.
         offload_buffers: offload buffers too, except those that are in no state dict.
-        place_submodules: treat the weights of the modules within in the same way.
+        place_submodules: whether this hook handles the weights of submodules too.
         skip_keys: keyword arguments that are not moved.
         tied_params_map: one dict for all hooks of a model, so that each device holds a tied weight once.
 
@@ -452,7 +452,7 @@ class AlignDevicesHook(ModelHook):
                 raise
 
     def unload(self) -> None:
-        """Leave the weights on the meta device, if no other forward of the module runs."""
+        """Put placeholders on the meta device in place of the weights, if no other forward of the module runs."""
         with _counting:
             self._users -= 1
             if self._users == 0:
@@ -474,7 +474,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def _places(module: nn.Module, recurse: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the name, holder and own name of each parameter and buffer."""
+    """Yield for each parameter and buffer its name, the dict that holds it, and its name in that dict."""
     for prefix, owner in module.named_modules() if recurse else [("", module)]:
         for holder in (owner._parameters, owner._buffers):
             entries: dict[str, Any] = holder
@@ -494,7 +494,7 @@ def _placed(tensor: Tensor, device: torch.device, shared: MutableMapping[Any, An
 
 
 def tensor_like(old: Tensor, value: Tensor) -> Tensor:
-    """Make a parameter or buffer from a value, with the attributes that users put on the old one."""
+    """Make a parameter or buffer from a value, with the attributes that users set on the old one."""
     if not isinstance(old, nn.Parameter):
         return value
     if isinstance(value, nn.Parameter):
@@ -512,13 +512,13 @@ def tensor_like(old: Tensor, value: Tensor) -> Tensor:
 
 
 def as_device(device: Device) -> torch.device:
-    """Return a device of torch; a number is that of an accelerator."""
+    """Return a device of torch; a number means the accelerator with that number."""
     if isinstance(device, int):
         accelerator = torch.accelerator.current_accelerator()
         return torch.device(accelerator.type if accelerator else "cuda", device)
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta", "mps"):
-        # A device with its index, as tensors return it.
+        # Add the index of the current device, since the devices of tensors have an index.
         return torch.device(device.type, torch.get_device_module(device).current_device())
     return device
 
@@ -624,7 +624,7 @@ class FirstLayerHook(ModelHook):
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
-    """Return the hook that holds a module's offloaded weights."""
+    """Return the hook that holds a module's offloaded weights; None if no weights are offloaded."""
     hook = vars(module).get("_hf_hook")
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     return next((each for each in hooks if isinstance(each, AlignDevicesHook) and each.offload), None)
@@ -647,12 +647,12 @@ def attach_align_device_hook(
         module: the module. It and the modules within get hooks.
         execution_device: as for the hook, as are `offload`, `offload_buffers`, `skip_keys`, `tied_params_map`.
         offload: as for the hook.
-        weights_map: weights by full name; None: the weights that the module has, in main memory.
+        weights_map: weights by full name; None: the module's current weights, kept in main memory.
         offload_buffers: as for the hook.
         module_name: full name of the module.
         skip_keys: as for the hook.
-        preload_module_classes: names of classes whose forward uses weights of modules that it does not call. They get
-            all weights within them when their forward begins.
+        preload_module_classes: names of classes whose forward uses weights of submodules without calling the
+            submodules. They get all weights of their submodules when their forward begins.
         tied_params_map: as for the hook.
 
     Example:
@@ -688,7 +688,8 @@ def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevice
 
     Args:
         module: the module.
-        make: returns the hook of a module; it is called with the prefix that its weights have in the model, too.
+        make: function that returns the hook for a module, or None; its second argument is the prefix of the module's
+            weights in the model.
         name: full name of the module.
     """
     prefix = f"{name}." * bool(name)
@@ -717,7 +718,7 @@ class CpuOffload(ModelHook):
 
     Args:
         execution_device: device where the model computes; None: the accelerator if there is one, else the CPU.
-        prev_module_hook: hook of the model that leaves the device when this one comes.
+        prev_module_hook: hook of another model, which leaves the device when this model comes to the device.
 
     Example:
         >>> model = add_hook_to_module(nn.Linear(2, 2), CpuOffload("cpu"))
@@ -754,7 +755,7 @@ class UserCpuOffloadHook:
 
     Args:
         model: the model.
-        hook: its hook.
+        hook: hook of the model.
 
     Example:
         >>> from instep.big_models import cpu_offload_with_hook

@@ -1,4 +1,4 @@
-"""Weights of the Hugging Face hub's repositories, in the hub's own cache."""
+"""Download weights from repositories of the Hugging Face hub, into the hub's own cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)(?<!\.safetensors)(?<!\.
 
 
 def is_repository(name: PathLike) -> bool:
-    """Return whether a text looks like a hub repository's name, such as "user/model", and not like a file's."""
+    """Return True if a text looks like the name of a hub repository, such as "user/model", and not like a file name."""
     return isinstance(name, str) and _REPOSITORY.fullmatch(name) is not None
 
 
@@ -33,8 +33,8 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
     The server is not asked for a list of files: instep knows the names, and checks those in the index.
 
     Args:
-        repo_id: such as "user/model".
-        pickled: whether files of torch.save will do where there are no safetensors.
+        repo_id: name of the repository, such as "user/model".
+        pickled: whether files of torch.save are accepted if there are no safetensors.
         **options: `revision`, `token`, `cache_dir`, `force_download` and `local_files_only` of
             `huggingface_hub.hf_hub_download`.
 
@@ -43,7 +43,7 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
 
     Raises:
         CheckpointNotFoundError: there is no such repository or revision, or no such weights in it.
-        CheckpointError: the hub cannot be reached, or refuses.
+        CheckpointError: the hub cannot be reached, or refuses access.
     """
     hub, errors = hub_module(), hub_module("huggingface_hub.errors")
     found: list[Path] = []
@@ -52,7 +52,7 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
     def get(name: str) -> Path | None:
         try:
             path = Path(hub.hf_hub_download(repo_id, name, **options))
-        # The file is not in the cache, and the hub may not be asked or did not answer.
+        # This file is not in the cache, and the hub may not be asked or did not answer.
         except errors.LocalEntryNotFoundError as error:
             silent.append(error)
             # A hub that did not answer is not asked again, since each file would take 25 s.
@@ -85,7 +85,7 @@ def download_config(repo_id: str) -> Path:
 
     Raises:
         CheckpointNotFoundError: there is no such repository, or no such file in the cache.
-        CheckpointError: the hub cannot be reached, or refuses.
+        CheckpointError: the hub cannot be reached, or refuses access.
     """
     with told(repo_id):
         return owned(Path(hub_module().hf_hub_download(repo_id, CONFIG)))
@@ -101,7 +101,7 @@ def parts_of(index: Path) -> list[Path]:
 
 
 def owned(path: Path) -> Path:
-    """Return a file if it lies in its folder itself, or is a link to its blob in the hub's cache."""
+    """Return a file after checking that it lies in its own folder, or is a link to its blob in the hub's cache."""
     folder = Path(os.path.realpath(path.parent))
     places = [folder]
     if folder.parent.name == "snapshots":

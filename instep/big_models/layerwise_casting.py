@@ -1,4 +1,4 @@
-"""Weights that are stored in a narrower dtype than their layers compute in."""
+"""Store weights in a narrower dtype than the dtype in which their layers compute."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Conv
 class LayerwiseCastingHook(ModelHook):
     """Hook that keeps a module's weights in one dtype, and converts them to another for its forward.
 
-    For inference only, since values lose the precision that the narrower dtype lacks.
+    Use it for inference only, since the weights lose precision in the narrower dtype.
 
     Args:
         storage_dtype: dtype in which weights are kept, such as `torch.float8_e4m3fn`.
         compute_dtype: dtype in which the module computes.
-        non_blocking: let the host go on while a device converts.
+        non_blocking: whether the host goes on while a device converts.
 
     Raises:
-        SettingError: a dtype is not one of floating-point numbers.
+        SettingError: a dtype is not a floating-point dtype.
 
     Example:
         >>> layer = add_hook_to_module(nn.Linear(2, 2), LayerwiseCastingHook(torch.bfloat16, torch.float32))
@@ -73,14 +73,14 @@ def attach_layerwise_casting_hooks(
 
     Args:
         module: the model.
-        storage_dtype: in which weights are kept, such as `torch.float8_e4m3fn`.
-        compute_dtype: in which layers compute.
-        skip_modules_pattern: regular expressions; modules whose names have a match, and those within, are left out.
-        skip_modules_classes: modules of these classes, and those within, are left out.
+        storage_dtype: dtype in which weights are kept, such as `torch.float8_e4m3fn`.
+        compute_dtype: dtype in which layers compute.
+        skip_modules_pattern: regular expressions; modules whose names match, and their submodules, are left out.
+        skip_modules_classes: modules of these classes, and their submodules, are left out.
         non_blocking: whether the host goes on while a device converts.
 
     Raises:
-        SettingError: a dtype is none of floating-point numbers.
+        SettingError: a dtype is not a floating-point dtype.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))

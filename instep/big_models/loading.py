@@ -1,4 +1,4 @@
-"""Checkpoints loaded into models, on one device or several; weights that do not fit stay in the files.
+"""Load checkpoints into models, on one device or several; weights that do not fit stay in the files.
 
 All weights are checked against the headers of the files before the first weight changes. So a checkpoint that is wrong,
 cut off or of another model is an error, and leaves the model unchanged.
@@ -42,7 +42,7 @@ from instep.utils.warn import warn_user
 
 DISK = "disk"
 _AT_ONCE = 64 * 2**20  # bytes that are read ahead while earlier bytes are used
-_SHOWN = 8  # most names in an error text
+_SHOWN = 8  # maximum number of names in an error text
 _FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")  # a name with such an ending is not a hub repository
 
 
@@ -63,9 +63,9 @@ def load_checkpoint_in_model(
     """Load a checkpoint into a model, each weight to its device; then `dispatch_model` makes a divided model run.
 
     Without a device map, weights that the model has are read into their memory, and those on the meta device get memory
-    of their own. But inside a block that builds modules without values (`init_empty_weights`; `configure_model` under
-    `FSDPStrategy(meta_init=True)`) they stay there, and their places in the files are recorded. A strategy reads them
-    after it has placed the module, each rank only its own part, and initializes weights that the checkpoint lacks.
+    `FSDPStrategy(meta_init=True)`) weights stay on the meta device, and their places in the files are recorded. After a
+    strategy has placed the module, it reads these weights, each rank only its own part, and initializes weights that
+    the checkpoint lacks.
 
     With a device map, a weight on "cpu" is memory-mapped from its file and read now. A weight on "disk" stays on the
     meta device, and is read when it is used. Mapped weights take no anonymous memory, and a change in place stays in
@@ -73,29 +73,29 @@ def load_checkpoint_in_model(
     in place.
 
     Args:
-        model: with weights, or without (`init_empty_weights`).
+        model: model with values, or without (`init_empty_weights`).
         checkpoint: a safetensors file, a .bin, .pt, .pth or .ckpt file of a state dict (read with weights_only=True),
             the .index.json of several such files, a folder with one of these, a checkpoint folder that
-            `instep.checkpoint.load_weights` reads, or a repository of the Hugging Face hub ("user/model": from its
-            cache, where that has it).
+            `instep.checkpoint.load_weights` reads, or a repository of the Hugging Face hub ("user/model"), which is
+            read from the hub's cache if it is there.
         device_map: module name -> device, "cpu" or "disk"; "" is the model.
-        offload_folder: where weights for "disk" are written that cannot be used where they are: of another dtype than
-            the model's, or out of a pickled file. It is used again for the same model and checkpoint, and refused for
-            others.
+        offload_folder: folder for weights on "disk" that cannot be used in the checkpoint's file: weights that get
+            another dtype, and weights of a pickled file. The folder is used again for the same model and checkpoint,
+            and refused for others.
         dtype: dtype of floating-point weights; None: the model's own.
-        offload_state_dict: for scripts that set it. No weight is in memory twice, whatever it says.
-        offload_buffers: whether buffers of modules on "disk" stay there too.
+        offload_state_dict: has no effect, since no weight is ever in memory twice; for scripts that set it.
+        offload_buffers: whether buffers of modules on "disk" stay on the disk too.
         keep_in_fp32_modules: names of modules, or last parts of them, whose weights are float32 whatever `dtype` says.
         offload_8bit_bnb: must be False: `load_and_quantize_model` offloads 8-bit weights.
-        strict: whether names that the model lacks, or that the checkpoint lacks, are an error; a warning otherwise.
+        strict: whether a name that only the model or only the checkpoint has is an error; otherwise it is a warning.
         full_state_dict: must be True: files hold whole weights.
-        broadcast_from_rank0: whether rank 0 alone reads, and sends each weight to all (collective).
+        broadcast_from_rank0: whether rank 0 alone reads, and sends each weight to all ranks, which must all call this.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: the checkpoint is damaged.
         CheckpointError: the checkpoint does not fit the model, or leaves a weight on the meta device without values.
-        SettingError: a module has no device, a weight for "disk" needs an `offload_folder`, or as above.
+        SettingError: a module has no device, a weight for "disk" needs an `offload_folder`, or an argument is wrong.
 
     Example:
         >>> import tempfile
@@ -183,13 +183,13 @@ def load_checkpoint_and_dispatch(
     """Load a checkpoint into a model that may be larger than the memory, and make it run.
 
     Args:
-        model: made under `init_empty_weights`, so that it needs no memory before.
+        model: model that was made under `init_empty_weights`, so that it took no memory before.
         checkpoint: as for `load_checkpoint_in_model`.
         device_map: "auto" or "balanced": accelerators get equal shares; "balanced_low_0": little on the first;
-            "sequential": fill one after the other; then the host's memory, then the disk. Or the device of each
-            module, by name. None: load alone.
-        max_memory: for each device, by its number, "cpu" and "disk", the bytes that weights may take there, such as
-            {0: "10GiB", "cpu": "30GiB"}; None: what is free now.
+                "sequential": fill one after the other; then the host's memory, then the disk. Or the device of each
+                module, by name. None: only load the weights.
+        max_memory: bytes that weights may take on each device (by its number, "cpu" or "disk"), such as
+            {0: "10GiB", "cpu": "30GiB"}; None: the memory that is free now.
         no_split_module_classes: classes whose modules stay on one device, such as layers with a residual connection.
         offload_folder: as for `load_checkpoint_in_model`.
         offload_buffers: as for `load_checkpoint_in_model`.
@@ -206,7 +206,7 @@ def load_checkpoint_and_dispatch(
         The model.
 
     Raises:
-        CheckpointError: as for `load_checkpoint_in_model`, as are the others.
+        CheckpointError: as for `load_checkpoint_in_model`, which may raise other errors too.
 
     Example:
         >>> import tempfile
@@ -343,7 +343,7 @@ class _Sent:
         self.shape, self.dtype, self._stored = shape, dtype, stored
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the weight, or a box of it. Collective."""
+        """Read the weight, or the part that slices select; all ranks must call this."""
         stored = self._stored
         value = torch.empty(self.shape, dtype=self.dtype) if stored is None else stored
         sent = broadcast(value if isinstance(value, Tensor) else value.read())
@@ -351,7 +351,7 @@ class _Sent:
 
 
 def _main_file(folder: Path) -> Path:
-    """Choose what to open in a folder: the file or index of weights, else the folder itself."""
+    """Choose the path to open in a folder: the file or index of weights, else the folder itself."""
     if (folder / MANIFEST).exists():
         return folder
     indexes = sorted(path.name for path in folder.glob("*.index.json"))
@@ -411,7 +411,7 @@ class _Weight:
 
 
 def _match(model: nn.Module, source: Source, strict: bool, later: bool) -> list[_Weight]:
-    """Match the model's weights with the checkpoint's; raise for those that do not fit.
+    """Match the model's weights with the checkpoint's weights; raise if some do not fit.
 
     Args:
         model: the model.
@@ -511,7 +511,7 @@ class _Converted:
         return self._stored.shape
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the weight, or a box of it."""
+        """Read the weight, or the part that slices select."""
         value = self._stored[box or ...] if isinstance(self._stored, Tensor) else self._stored.read(box)
         return value.to(self.dtype)
 
@@ -528,7 +528,7 @@ def _defer(model: nn.Module, weights: Iterable[_Weight]) -> list[_Weight]:
 def _offload(
     model: nn.Module, source: Source, weights: Iterable[_Weight], folder: PathLike | None
 ) -> dict[str, Stored]:
-    """Find or write the files from which weights on the disk are read, by all their names."""
+    """Find or write the files from which weights on the disk are read; return the stored weights under all names."""
     found: dict[str, Stored] = {}
     written: dict[str, Stored] = {}
     lying = [weight for weight in weights if weight.device == DISK]

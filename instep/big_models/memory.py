@@ -36,11 +36,12 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
 
     Args:
         max_memory: bytes, or texts such as "10GB" and "1GiB", by device: accelerators by number, "mps", "cpu" and
-            "disk". A device that is left out is not used; the disk, where it is left out, has no limit. None: what is
-            free now on this machine's accelerators and in its memory, within the limits of its container.
+            "disk". A device that is left out is not used, except for the disk, which then has no limit. None: the
+            memory that is free now on this machine's accelerators and in its memory, within the limits of its
+            container.
 
     Raises:
-        SettingError: a device is unknown, or a value is no size.
+        SettingError: a device is unknown, or a value is not a size.
 
     Example:
         >>> get_max_memory({"cpu": "2GB", 1: "1GiB", 0: 10**9})

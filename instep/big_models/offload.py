@@ -2,7 +2,7 @@
 
 Only weights that cannot be mapped from their file are written to an offload folder: weights with another dtype than the
 checkpoint's, and those of pickled files. The folder holds one ordinary safetensors file. Its header names the model and
-the checkpoint; the file is used again for these, and refused for any others.
+the checkpoint; the file is used again for the same model and checkpoint, and refused for any others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WeightsMap(Mapping[str, Tensor]):
 
     A mapped weight is always the same tensor: it takes no anonymous memory, and getting it costs nothing. Tied names
     give the same object. A weight that cannot be mapped (in parts of several ranks, or in an object store) is read
-    again each time, unless it was staged.
+    again each time, unless `staged` has it.
 
     Args:
         stored: for each name a tensor, or an object that reads one.
@@ -98,7 +98,7 @@ _OFFLOADED: WeakKeyDictionary[nn.Module, WeightsMap] = WeakKeyDictionary()
 
 
 def set_offloaded_weights(model: nn.Module, weights: WeightsMap) -> None:
-    """Record where the weights are stored that a model has on the meta device."""
+    """Record where the values of a model's weights on the meta device are stored."""
     _OFFLOADED[model] = weights
 
 
@@ -119,12 +119,12 @@ def offload_weights(
 
     Args:
         folder: the folder, which is created if it is missing.
-        shapes: shapes of all parameters and buffers of the model, by name, to know the model again.
+        shapes: shapes of all parameters and buffers of the model, by name, by which the model is recognized again.
         weights: the weights to offload, by full name.
-        source: identity of the checkpoint that the values come from; "memory": they are written in any case.
+        source: identity of the checkpoint that the values come from; "memory": the weights are written in any case.
 
     Returns:
-        The same weights, in the folder.
+        The same weights, as stored in the folder.
 
     Raises:
         CheckpointError: the folder belongs to another model or checkpoint, or cannot be written.

@@ -4,8 +4,8 @@
 A trace is valid for one shape; for each new shape, such as longer texts, the model is traced again. The number of
 samples is free: micro-batches have the traced size, and a smaller last one is padded, and its output cut.
 
-The first rank sends the description of a batch (shapes, dtypes, settings) to the others, and all decide from it. So
-only the first rank needs the inputs' values.
+The first rank sends the description of a batch (shapes, dtypes, settings) to the other ranks, and all ranks act on it.
+So only the first rank needs the values of the inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instep.strategies.pipeline.split import even_cuts
 from instep.utils.imports import check_torch
 
 _ROOT = "model."  # prefix of the model's names in a trace
-_SLOT = object()  # where a tensor was
+_SLOT = object()  # marks the place of a tensor in nested data
 
 
 def prepare_pippy(
@@ -43,10 +43,10 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Spread a model over all ranks as a pipeline for inference: one stage on each. Collective, as its calls are.
+    """Spread a model over all ranks as a pipeline for inference, one stage on each; all ranks must call this.
 
     Afterwards `model(...)` cuts its batch into micro-batches, which pass through the stages one behind another. All
-    ranks must make the same calls; only the first rank's input values are used. No gradients.
+    ranks must make the same calls; only the first rank's input values are used. No gradients are computed.
 
     A model that was built without values (`init_empty_weights`) and knows its checkpoint (`load_checkpoint_in_model` in
     the same block) is never whole in the memory of any rank: each rank reads only the weights of its stage.
@@ -57,21 +57,22 @@ def prepare_pippy(
     Args:
         model: the model, on the CPU, on this rank's device, or without values. Its forward is replaced, and it
             is put into eval mode.
-        split_points: names of the modules that the stages but the first begin with, in the order of the forward; "auto"
-            makes the largest stage as small as can be.
+        split_points: names of the modules with which the stages after the first begin, in the order of the forward;
+            "auto" makes the largest stage as small as can be.
         no_split_module_classes: names of classes that "auto" does not cut through. Default: the model's own
             `_no_split_modules`, else the entries of its ModuleLists are not cut.
-        example_args: inputs to trace at once, so that what cannot be traced is an error here. Else the first batch is.
-        example_kwargs: the same by name.
-        num_chunks: micro-batches that a batch is cut into; by default one for each rank. More of them keep the ranks
+        example_args: inputs for tracing the model now, so that an untraceable model raises here. Without them, the
+            first batch is traced.
+        example_kwargs: inputs for tracing that are passed by name.
+        num_chunks: number of micro-batches per batch; by default one for each rank. More micro-batches keep the ranks
             busier.
-        gather_output: give the output to every rank. Else the last one gets it, and the others None.
+        gather_output: whether every rank gets the output. If not, the last rank gets it, and the other ranks get None.
 
     Returns:
         The model itself. Its `hf_split_points` are the names where stages begin, once it is traced.
 
     Raises:
-        SettingError: an argument is wrong, or the model has a device map, or weights whose values are nowhere.
+        SettingError: an argument is wrong, or the model has a device map, or weights without values in any file.
         DataError: the inputs have no common batch dimension, or an output has none.
         UsageError: torch.export cannot trace the model.
         CorruptCheckpointError: a file of the checkpoint is damaged.
@@ -160,12 +161,12 @@ def _outline_of(data: Any) -> Any:
 
 
 class _Pipeline:
-    """The forward of a model that is a pipeline.
+    """Forward function of a model that runs as a pipeline.
 
     Args:
         model: the whole model; weights of other ranks' stages are never read.
         cut: places where the model is cut.
-        chunks: most micro-batches of a batch.
+        chunks: maximum number of micro-batches in a batch.
         gathers: whether every rank gets the output.
     """
 
@@ -180,7 +181,7 @@ class _Pipeline:
         self._weights: dict[str, Tensor] = {}  # weights of this rank's stage, on its device
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Trace the model for inputs of these shapes. Collective."""
+        """Trace the model for inputs of these shapes; all ranks must call this."""
         self._trace(*self._agreed((args, kwargs)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +206,7 @@ class _Pipeline:
         return with_tensors(trace.output, tensors)
 
     def _agreed(self, inputs: Any) -> tuple[Any, int]:
-        """Give every rank the first rank's inputs as tensors without values, and the number of samples. Collective."""
+        """Return the first rank's inputs, as tensors without values, and the number of samples, on every rank."""
         outline = broadcast_object(_outline_of(inputs))
         sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in _leaves(outline)}
         if len(sizes - {1}) > 1 or not sizes or 0 in sizes:
@@ -230,7 +231,7 @@ class _Pipeline:
         called, pipelined = _Called(self.model, outline), self.model.__dict__.pop("forward", None)
         try:
             with torch.no_grad(), _stand_ins(self.model), _without_cache(self.model), warnings.catch_warnings():
-                # torch itself uses LeafSpec, in a deepcopy
+                # torch itself uses the deprecated LeafSpec, in a deepcopy
                 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
                 device = next((tensor.device for _, tensor in _tensors_of(self.model)), torch.device("cpu"))
                 example = [
@@ -266,7 +267,7 @@ def _mapped(stored: Any) -> Tensor:
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Replace tensors on the meta device by tensors on the CPU: torch.export does not mix the two.
+    """Replace tensors on the meta device by tensors on the CPU, since torch.export does not accept both in one model.
 
     Nothing is written into the new tensors, so they take addresses but no memory.
     """
@@ -291,7 +292,7 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
 
 
 class _Called(nn.Module):
-    """A model called with tensors alone, which is what a stage takes; it returns a tuple of tensors.
+    """Module that calls a model with tensors only, as a pipeline stage is called, and returns a tuple of tensors.
 
     Args:
         model: the model that is called.
@@ -302,7 +303,7 @@ class _Called(nn.Module):
         super().__init__()
         self.model = model
         found: list[tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]] = []
-        # Functions, since torch.export forbids changes of a module's attributes.
+        # These are functions, since torch.export forbids changes of a module's attributes.
         self._call = lambda tensors: with_tensors(inputs, tensors)
         self._note = lambda *what: found.append(what)
         self._found = lambda: found[-1]
@@ -358,7 +359,7 @@ class _Trace:
                 part._buffers[name] = None if buffer is None else here(f"{path}.{name}".removeprefix(_ROOT), buffer)
 
     def run(self, chunks: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run micro-batches through the stages. Collective.
+        """Run micro-batches through the stages; all ranks must call this.
 
         Args:
             chunks: number of micro-batches.
@@ -378,7 +379,7 @@ class _Trace:
 
 
 def _filled(tensor: Tensor, rows: int) -> Tensor:
-    """Repeat the last row until there are `rows` rows."""
+    """Repeat the last row of a tensor until it has `rows` rows."""
     return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
 
 
@@ -387,8 +388,10 @@ class _Cut:
 
     Args:
         stages: number of stages.
-        points: names of the modules that the stages but the first begin with; None until a trace has shown the sizes.
-        units: names of the modules that an automatic cut may begin a stage with; of nested ones the outermost.
+        points: names of the modules with which the stages after the first begin; None until a trace has shown the
+            sizes.
+        units: names of the modules with which an automatic cut may begin a stage; of nested modules, the outermost
+            counts.
         device: device of this rank's stage.
     """
 
@@ -396,11 +399,11 @@ class _Cut:
         self.stages, self.points, self._units, self._device = stages, points, units, device
 
     def mark(self, traced: fx.GraphModule) -> fx.GraphModule:
-        """Put torch's marks of a stage's end into a graph; make the values between stages ready to be sent."""
+        """Mark the end of each stage in a graph, as torch does; make the values between stages ready to be sent."""
         graph = traced.graph
         for node in list(graph.nodes):
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                graph.erase_node(node)  # the `to` node would compare its device with that of the trace
+                graph.erase_node(node)  # it would compare the device of a tensor with the device of the trace
             elif node.op == "call_function":
                 node.args, node.kwargs = (map_aggregate(given, self._moved) for given in (node.args, node.kwargs))
                 if node.target is getitem:
@@ -432,7 +435,7 @@ class _Cut:
         return self._device if isinstance(given, torch.device) else given
 
     def _keep_outputs(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> None:
-        """Make the last stage return every output; outputs of an earlier stage pass through it."""
+        """Make the last stage return every output; outputs of an earlier stage pass through the last one."""
         end = next(node for node in graph.nodes if node.op == "output")
         with graph.inserting_before(end):
             for node in end.all_input_nodes:
@@ -440,7 +443,7 @@ class _Cut:
                     end.replace_input_with(node, _copy(graph, node, end.prev))
 
     def _starts(self, order: Sequence[fx.Node], points: Sequence[str]) -> list[int]:
-        """Find the first node of each module with which a stage begins."""
+        """Return the position of the first node of each module with which a stage begins."""
         paths = [_path_of(node) for node in order]
         starts = []
         for point in points:
@@ -501,7 +504,7 @@ def _prefixes(path: str) -> list[str]:
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Let a transformers model return no cache of keys and values: it is not a tensor, and nobody would read it."""
+    """Make a transformers model return no cache of keys and values, which is not a tensor and would not be used."""
     configs: list[Any] = [
         getattr(module, "config", None) for module in model.modules()
     ]  # an encoder and a decoder have one config each

@@ -32,13 +32,13 @@ _VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 
 
 class Source(Protocol):
-    """Source of a weight's value."""
+    """Provider of the value of an offloaded weight."""
 
     requires_grad: bool
 
     @property
     def device(self) -> torch.device:
-        """Where the weight computes."""
+        """Device where the weight's module computes."""
         ...
 
     @property
@@ -54,8 +54,9 @@ class Source(Protocol):
 class Placeholder:
     """Tensor on the meta device that stands for an offloaded weight; mixed into the class of the weight.
 
-    Reading its shape, dtype and the like costs nothing. Its device is that of the weight while the model computes, else
-    the meta device. If a torch function gets a placeholder, the value is read for that call, so code outside of the
+    Reading its shape, dtype and the like costs nothing. Its device is the weight's device while the model computes,
+    else the meta device. If a torch function gets a placeholder, the value is read for that call, so code outside of
+    the
     weight's module gets the results of a whole model. Changing the value raises. So does code that does not go through
     torch's functions, since torch's kernels would compute with a meta tensor, or return uninitialized memory.
     """
@@ -103,7 +104,7 @@ class Placeholder:
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Answer a function that got a placeholder."""
+    """Compute the result of a torch function that got a placeholder."""
     name = getattr(func, "__name__", "")
     accesses = name in ("__get__", "__set__", "__delete__")
     field = _property(func) if accesses else ""
@@ -202,7 +203,7 @@ def _source(value: Any) -> Source | None:
 
 
 def _is_place(argument: Any) -> bool:
-    """Return whether an argument of `to` is a device."""
+    """Return True if an argument of `to` is a device, or a tensor whose device is meant."""
     return type(argument) in (str, int, torch.device) or isinstance(argument, Tensor)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of weights read by a thread while the block before them computes."""
+"""Read blocks of weights in a thread while the block before them computes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Prefetcher:
 
     If a block's weights are mapped from files, reading means loading those pages that are not in memory. Any other
     block is staged in the map of weights: read, and copied to its device. At most `depth` such blocks and the current
-    one are held. The order is learned: the next block is the one that followed the last two blocks before. So reading
+    one are held. The order is learned: the next block is the one that last followed the same two blocks. So reading
     ahead also works in a backward, which goes through the blocks in reverse order.
 
     Args:
-        weights: where the blocks' weights are.
+        weights: map of all weights.
         blocks: names of the weights of each block, in the order of the model.
-        devices: where each block computes.
-        depth: blocks to read ahead.
+        devices: device where each block computes.
+        depth: number of blocks to read ahead.
 
     Example:
         >>> weights = WeightsMap({"a": torch.zeros(1), "b": torch.ones(1)})
@@ -52,7 +52,7 @@ class Prefetcher:
         self._pid = -1
 
     def begin(self, block: int) -> None:
-        """Begin the block that computes now: return when its weights are in memory; request the next blocks.
+        """Wait until the weights of the block that computes now are in memory, and request the next blocks.
 
         Raises:
             Exception: the error that reading this block raised.
@@ -130,7 +130,7 @@ class _Read:
 
 
 class _Work:
-    """Work of the thread: reading a block. It does not refer to the `Prefetcher`, whose deletion stops the thread."""
+    """Work of the thread: reading a block. It does not refer to the `Prefetcher`, which can thus be deleted."""
 
     def __init__(self, weights: WeightsMap, blocks: list[tuple[str, ...]], devices: list[torch.device]) -> None:
         self.weights, self.blocks, self.devices = weights, blocks, devices
@@ -176,7 +176,7 @@ def _run(queue: SimpleQueue[Any], work: _Work) -> None:
 
 
 class _Begin:
-    """Forward pre-hook of a block. In a copy or pickle of the model, the hook does nothing."""
+    """Forward pre-hook of a module that is a block. In a copy or pickle of the model, the hook does nothing."""
 
     def __init__(self, prefetcher: Prefetcher, block: int) -> None:
         self._prefetcher, self._block = prefetcher, block
@@ -202,10 +202,10 @@ def prefetch_blocks(
         model: the model, whose forward calls its modules.
         weights: the offloaded weights, by full name.
         devices: device where each module with offloaded weights computes, by the module's name.
-        depth: blocks to read ahead.
+        depth: number of blocks to read ahead.
 
     Returns:
-        The object that reads the weights; None where there is nothing to read.
+        The object that reads the weights; None if there is nothing to read.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, tuple[torch.device | int | str, list[str]]] = {}

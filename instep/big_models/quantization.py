@@ -1,4 +1,4 @@
-"""Quantized models: linear layers in 8 and 4 bit by bitsandbytes or torchao, made weight by weight.
+"""Quantize the linear layers of a model to 8 or 4 bits by bitsandbytes or torchao, one weight at a time.
 
 The float weights are never all in memory: each weight is read, quantized and freed before the next one is read. All
 weights are read and checked before the model is changed, so an error leaves the model as it was.
@@ -33,7 +33,7 @@ from instep.utils.warn import warn_user
 
 M = TypeVar("M", bound=nn.Module)
 
-_MOST_NAMES = 5  # most names in an error text
+_MOST_NAMES = 5  # maximum number of names in an error text
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DTYPE = Check(
@@ -54,19 +54,20 @@ class BnbQuantizationConfig:
     """Quantization of linear layers by bitsandbytes, on a CPU and on CUDA; arguments have Accelerate's names.
 
     Args:
-        load_in_8bit: LLM.int8(): weights and activations in 8 bits, outliers of activations apart.
-        llm_int8_threshold: activations above it are outliers; 0: none are.
-        load_in_4bit: weights in 4 bits, in blocks of 64; activations stay as they are.
+        load_in_8bit: LLM.int8(): weights and activations in 8 bits, except for outliers of activations.
+        llm_int8_threshold: absolute value above which an activation is an outlier; 0: there are no outliers.
+        load_in_4bit: weights in 4 bits, in blocks of 64; activations are not quantized.
         bnb_4bit_quant_type: "fp4", or "nf4", which is the better one for weights of a normal distribution.
-        bnb_4bit_use_double_quant: quantize the scales of the blocks too: 0.4 bits less for each weight.
-        bnb_4bit_compute_dtype: in which 4-bit layers multiply: "fp32", "fp16", "bf16" or a torch.dtype.
-        torch_dtype: of all weights that are not quantized; None: float16 with 8 bit, and with 4 bit the compute dtype.
-        skip_modules: names of modules that stay as they are, with all that is in them: a full name, or its last parts.
-            None: the output layer, and modules with tied weights.
-        keep_in_fp32_modules: the same, and their weights are float32.
+        bnb_4bit_use_double_quant: whether the scales of the blocks are quantized too, which saves 0.4 bits per weight.
+        bnb_4bit_compute_dtype: dtype in which 4-bit layers compute: "fp32", "fp16", "bf16" or a torch.dtype.
+        torch_dtype: dtype of all weights that are not quantized; None: float16 with 8 bits, the compute dtype with 4
+            bits.
+        skip_modules: names of modules that are not quantized, nor are their submodules: full names, or their last
+            parts. None: the output layer, and modules with tied weights.
+        keep_in_fp32_modules: names of modules that are not quantized, and whose weights are float32.
 
     Raises:
-        SettingError: a value is wrong, or not just one of 8 and 4 bit is asked for.
+        SettingError: a value is wrong, or not exactly one of `load_in_8bit` and `load_in_4bit` is True.
 
     Example:
         >>> config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bf16")
@@ -100,10 +101,10 @@ class BnbQuantizationConfig:
             self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Linear:
-        """Quantize one float layer.
+        """Quantize one floating-point layer, and return the new layer.
 
         Args:
-            layer: the layer; the new one has its sizes, and its bias without a value.
+            layer: the layer. The new layer has the same sizes, and a bias without a value.
             weight: values of the layer's weight, shape (out, in), on any device.
             device: device of the new weight.
         """
@@ -131,7 +132,7 @@ class TorchAoConfig:
         quant_type: "int8" (weights), "int8_dynamic" (activations too), "int4" (weights; on a CPU with 8-bit
             activations), "fp8" (weights), "fp8_dynamic" (activations too; needs CUDA of compute capability 8.9), or a
             configuration of torchao for one kind of layer, such as `Int8WeightOnlyConfig()`.
-        torch_dtype: of all weights that are not quantized, and in which layers compute; None: the model's.
+        torch_dtype: dtype of all weights that are not quantized, in which layers also compute; None: the model's dtype.
         skip_modules: as for `BnbQuantizationConfig`.
         keep_in_fp32_modules: as for `BnbQuantizationConfig`.
 
@@ -158,7 +159,7 @@ class TorchAoConfig:
             raise one_of("quant_type", self.quant_type, _TORCHAO)
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Linear:
-        """Quantize one float layer; arguments as in `BnbQuantizationConfig.quantize`."""
+        """Quantize one floating-point layer; arguments as in `BnbQuantizationConfig.quantize`."""
         torchao: Any = require("torchao.quantization", extra="quant", purpose="TorchAoConfig")
         config = self.quant_type
         if isinstance(config, str):
@@ -174,7 +175,7 @@ class TorchAoConfig:
 
 
 def _refuse_training(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Raise if a gradient would silently end: rounded activations have none."""
+    """Raise if a gradient would silently end at a layer, since rounded activations have no gradient."""
     if layer.training and torch.is_grad_enabled() and inputs[0].requires_grad:
         raise UsageError(
             "a layer whose activations are quantized too passes no gradient on: nothing before it would learn. Train "
@@ -186,7 +187,7 @@ def _refuse_training(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 def _int4(torchao: Any, device: torch.device) -> Any:
     if device.type != "cpu":
         return torchao.Int4WeightOnlyConfig()
-    # Alone among torchao's weights, the 4-bit ones have no kernel for a CPU.
+    # Unlike torchao's other weights, its 4-bit weights have no kernel for a CPU.
     group = torchao.PerGroup(32)
     return torchao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=group)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -215,22 +216,22 @@ def load_and_quantize_model(
     """Quantize a model's linear layers in place, with weights from a checkpoint or the model's own.
 
     Build large models under `init_empty_weights`, so that at most one float weight is in memory at a time. The
-    quantized model has a state dict of plain tensors, which checkpoints hold and `save_pretrained` writes. Passing such
-    a file as `weights_location`, with the same configuration, gives the same model again, bit for bit.
+    quantized model has a state dict of plain tensors, which checkpoints hold and `save_pretrained` writes. If you pass
+    such a file as `weights_location`, with the same configuration, you get the same model again, bit for bit.
 
     Args:
-        model: with its weights, or on the meta device.
-        quantization_config: a `BnbQuantizationConfig`, a `TorchAoConfig`, or what `TorchAoConfig` takes.
-        weights_location: a file, an index or a folder, of float weights or of a model that was quantized so. None: the
-            model's own.
-        device_map: where modules are: a device for all of them as `{"": "cuda:0"}`, a dict of names, or "auto",
+        model: model with its weights, or on the meta device.
+        quantization_config: a `BnbQuantizationConfig`, a `TorchAoConfig`, or the first argument of a `TorchAoConfig`.
+        weights_location: file, index or folder of floating-point weights, or of a model that was quantized with the
+            same configuration. None: the model's own weights.
+        device_map: devices of the modules: a device for all of them as `{"": "cuda:0"}`, a dict of names, or "auto",
             "balanced", "balanced_low_0", "sequential". None: the current accelerator, or else the CPU. Modules that a
             dict has on "disk", or on "cpu" beside an accelerator, are not quantized.
         no_split_module_classes: names of classes whose modules stay on one device.
-        max_memory: device -> bytes or a text such as "10GB", for the maps that are made here.
-        offload_folder: for modules on "disk" whose weights are of another dtype in the checkpoint; others are read
-            there.
-        offload_state_dict: has no effect: there is no state dict of all weights to offload. For calls made for
+        max_memory: device -> bytes or a text such as "10GB", for maps such as "auto".
+        offload_folder: folder for modules on "disk" whose weights have another dtype in the checkpoint; weights of
+            other modules are read from the checkpoint.
+        offload_state_dict: has no effect, since there is no state dict of all weights to offload; for scripts of
             Accelerate.
         bnb_quantization_config: Accelerate's name of `quantization_config`.
 
@@ -238,7 +239,7 @@ def load_and_quantize_model(
         The model. Quantized weights are frozen.
 
     Raises:
-        SettingError: an argument is wrong, there is no layer to quantize, or one cannot be quantized so.
+        SettingError: an argument is wrong, there is no layer to quantize, or a layer cannot be quantized in this way.
         MissingPackageError: bitsandbytes or torchao is not installed.
         CheckpointError: the weights are not this model's, or were quantized in another way.
 
@@ -332,7 +333,7 @@ def _kept_by_default(model: nn.Module) -> list[str]:
 
 
 def _is_in(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a name belongs to one of some modules, or to a part of one; leading parts may be left out."""
+    """Return True if a name lies in one of some modules; the modules' names may lack their leading parts."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
@@ -340,12 +341,12 @@ def _is_in(name: str, modules: Iterable[str]) -> bool:
 
 
 class _Weights:
-    """Weights of a model, from a checkpoint or the model itself; checked at once, and read one by one.
+    """Weights of a model, from a checkpoint or the model itself; all are checked first, and then read one by one.
 
     Args:
         model: the model that gets the weights.
         location: path of the checkpoint; None for the model's own.
-        chosen: layers that are quantized.
+        chosen: layers that are quantized, by name.
 
     Raises:
         CheckpointError: a weight is missing, or of another shape.
@@ -533,7 +534,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _put(model: nn.Module, layers: Mapping[str, nn.Linear], rest: Mapping[str, Tensor]) -> None:
-    """Replace layers and values in a model."""
+    """Put quantized layers, and the values of all other tensors, into a model."""
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)

@@ -1,4 +1,4 @@
-"""Sizes of a model: bytes of its tensors, by tensor and by module, and which parameters are the same tensor."""
+"""Count the bytes of a model's tensors, by tensor and by module, and find parameters that are the same tensor."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def named_module_tensors(
 
     Args:
         module: any module; its tensors may be on the meta device.
-        include_buffers: whether buffers come too.
-        recurse: whether those of modules within come too; their names are full ones, such as "layers.0.weight".
-        remove_non_persistent: whether buffers that no state dict has are left out.
+        include_buffers: whether to yield buffers too.
+        recurse: whether to yield the tensors of submodules too; their names are full ones, such as "layers.0.weight".
+        remove_non_persistent: whether to leave out buffers that are in no state dict.
 
     Example:
         >>> [name for name, _ in named_module_tensors(nn.Linear(2, 3))]
@@ -51,7 +51,7 @@ def dtype_byte_size(dtype: Dtype) -> float:
     Elements of less than a byte are counted as packed, as quantized weights store them.
 
     Args:
-        dtype: torch's, or its name, such as "bfloat16" or "int4"; also "fp8", "fp4" and "nf4".
+        dtype: a dtype of torch, or a name, such as "bfloat16" or "int4"; also "fp8", "fp4" and "nf4".
 
     Raises:
         SettingError: torch has no such dtype.
@@ -81,7 +81,7 @@ def as_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def tensor_bytes(tensor: Tensor, dtype: Dtype | None = None) -> int:
-    """Return the bytes of a tensor after it has its values and their dtype.
+    """Return the bytes that a tensor takes after its values are loaded.
 
     Args:
         tensor: any tensor, which may be on the meta device.
@@ -104,9 +104,9 @@ def compute_module_sizes(
 
     Args:
         model: any module; its tensors may be on the meta device.
-        dtype: what floating tensors are converted to when they are loaded; None: their own.
-        special_dtypes: the dtype of some tensors, by full name, whatever `dtype` says.
-        buffers_only: whether parameters are left out.
+        dtype: dtype to which floating-point tensors are converted when they are loaded; None: their own dtypes.
+        special_dtypes: dtypes of single tensors, by full name; they count more than `dtype`.
+        buffers_only: whether to count buffers only.
 
     Raises:
         SettingError: torch has no such dtype.
@@ -161,8 +161,8 @@ def split(part: Part, no_split_module_classes: Collection[str] = ()) -> list[Par
         no_split_module_classes: names of classes whose modules are not split.
 
     Returns:
-        Nothing for what is not split: a tensor, a module of these classes, a module that has no modules within. A
-        module that stands at several places is listed at each.
+        An empty list for a part that is not split: a tensor, a module of these classes, a module without submodules. A
+        module that is in several places is listed for each place.
     """
     name, module = part
     if isinstance(module, Tensor) or type(module).__name__ in no_split_module_classes:
@@ -203,7 +203,7 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """Find the parameters that have several names.
 
     Returns:
-        A sorted list of names for each of them.
+        For each such parameter, a sorted list of its names.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

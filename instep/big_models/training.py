@@ -1,4 +1,4 @@
-"""Training of models larger than a device: the frozen base weights are offloaded, the adapters are not."""
+"""Train models larger than a device: the frozen base weights are offloaded, the adapters are not."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str |
     and let the checkpoints of a `TrainModule` hold these alone by `checkpoint_filter = "trainable"`.
 
     Args:
-        model: a model that `load_checkpoint_and_dispatch` or `dispatch_model` returned, perhaps in others, such as a
-            peft model; changed in place.
-        blocks: names of the classes whose modules are computed again, one at a time. None: what a transformers model
-            has, or else the items of lists of modules (`nn.ModuleList`, `nn.Sequential`).
+        model: a model that `load_checkpoint_and_dispatch` or `dispatch_model` returned, perhaps inside another model,
+            such as a peft model; changed in place.
+        blocks: names of the classes whose modules are computed again, one at a time. None: the blocks of a transformers
+            model, or else the items of lists of modules (`nn.ModuleList`, `nn.Sequential`).
 
     Returns:
         The model.
@@ -40,7 +40,7 @@ def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str |
     Raises:
         UsageError: nothing of the model is offloaded.
         SettingError: a trainable weight is offloaded; offloaded weights that are copied to the device are in no block;
-            nothing draws what an adapter has on the meta device.
+                or nothing initializes a weight of an adapter that is on the meta device.
 
     Example:
         >>> model = load_checkpoint_and_dispatch(model, folder, "auto", max_memory={"cpu": "6GB"})  # doctest: +SKIP
@@ -89,12 +89,12 @@ def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str |
 
 
 def _device(hook: AlignDevicesHook) -> torch.device:
-    """Return where a module with offloaded weights computes."""
+    """Return the device where a module with offloaded weights computes."""
     return as_device("cpu" if hook.execution_device is None else hook.execution_device)
 
 
 def _is_copied(hook: AlignDevicesHook) -> bool:
-    """Return whether a forward copies weights, since the graph would keep the copies until the backward."""
+    """Return True if a forward copies weights to the device, since the graph keeps the copies until the backward."""
     weights: Any = hook.weights_map
     for name in hook.names:
         first = weights[name]
@@ -135,7 +135,7 @@ def _forward_again(part: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _blocks(model: nn.Module, classes: Collection[str] | str | None) -> Iterator[str]:
-    """Yield the names of the outermost blocks."""
+    """Yield the names of the outermost blocks of a model."""
     named = (classes,) if isinstance(classes, str) else classes
     outer: list[str] = []
     for name, part in model.named_modules():

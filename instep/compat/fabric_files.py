@@ -1,5 +1,4 @@
-"""The files of `Fabric.save` and `Fabric.load`, written by torch.save as in Lightning, so that `torch.load` reads them.
-"""
+"""Write and read the files of `Fabric.save` and `Fabric.load`, in the format of torch.save, as in Lightning."""
 
 from __future__ import annotations
 
