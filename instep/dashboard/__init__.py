@@ -1,10 +1,10 @@
 """`instep dashboard`: a live local page of run folders, over the data of `instep.runs`.
 
-- `guard`: checks who may see the page: the token, the Host and the Origin of every request and websocket. It knows
-  nothing of the page.
+- `guard`: checks who may see the page: the token, the Host and the Origin of every request and websocket. It does not
+  depend on the page's content.
 - `server`: binds the address, prints it, and serves until Ctrl-C.
-- `source`: what all open pages share: the runs, and the readers of their curves.
-- `page`, `details`, `chart`: the page, on NiceGUI, which is loaded only here.
+- `source`: the data that all open pages share: the runs, and the readers of their curves.
+- `page`, `details`, `chart`: the page, on NiceGUI, which only these modules load.
 
 Text in a run folder is not trusted. The page shows it as text only: never as HTML, as a prop written in a string, or as
 the key of a chart's option. What a browser sends never becomes part of a path.

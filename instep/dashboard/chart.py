@@ -1,4 +1,4 @@
-"""Curves as options of an ECharts plot.
+"""Turn the curves of runs into the options of an ECharts plot.
 
 Only this module sets the keys, since the browser runs a key that begins with ":" as code.
 """
@@ -15,18 +15,18 @@ COLOURS = ("#3b7ddd", "#e07b39", "#2e9e6b", "#c2477f", "#8a63d2", "#b08d1e", "#1
 LABEL = {"color": "#8590a2", "fontSize": 11}  # readable on light and on dark
 LINE = {"lineStyle": {"color": "rgba(133, 144, 162, .18)"}}
 TOOLTIP = {"renderMode": "richText", "confine": True}  # rich text, never HTML
-_PLOT, _TOP, _EACH = 195, 34, 259  # pixels: height of a plot, space above the first one, height of each with its labels
+_PLOT, _TOP, _EACH = 195, 34, 259  # pixels: height of a plot, space above the first plot, height of a plot with labels
 
 
 def options(
     curves: Mapping[str, Sequence[tuple[str, int, Curve]]], log: bool = False, by_time: bool = False
 ) -> dict[str, Any]:
-    """Draw metrics one below the other, with a line for each run.
+    """Return the options of plots for several metrics, one below the other, with a line for each run.
 
     Args:
-        curves: by metric: the run's name, the number of its color, and the curve.
-        log: the values on a logarithmic axis.
-        by_time: over the time of day instead of steps, for curves that have it.
+        curves: for each metric, a list of lines: the run's name, the number of its color, and its curve.
+        log: whether the axis of the values is logarithmic.
+        by_time: whether curves are drawn over the time of day instead of steps; points without a time are left out.
     """
     grids, titles, across, up, series = [], [], [], [], []
     for index, (metric, lines) in enumerate(curves.items()):
@@ -51,22 +51,22 @@ def options(
 
 
 def shown(text: str) -> str:
-    """Return untrusted text in a form that ECharts may draw; marks that nobody sees are added.
+    """Return untrusted text in a form that ECharts may draw, with added characters that are invisible.
 
     ECharts caches the widths of texts by name, and would take an inherited name such as `__proto__` for an entry. In
-    its tooltips `{` may begin a style.
+    a tooltip, `{` may begin a style.
     """
     return clean(text, "").replace("{", "{\u200b") + "\u200b"
 
 
 def draw(plot: Any, instead: Any, drawn: dict[str, Any], legend: int = 22) -> None:
-    """Show options in NiceGUI's element, as high as they need; if there is no metric, show another element instead.
+    """Show a plot in NiceGUI's element, at the height that it needs; if it has no metric, show another element.
 
     Args:
-        plot: NiceGUI's element.
-        instead: another one.
-        drawn: the options.
-        legend: pixels that the legend needs.
+        plot: NiceGUI's element for the plot.
+        instead: element that is shown if there is no metric.
+        drawn: options of the plot, from `options`.
+        legend: height of the legend, in pixels.
     """
     count = len(drawn["grid"])
     plot.set_visibility(count > 0)

@@ -1,4 +1,4 @@
-"""What the page shows of one run: a panel for each tab.
+"""The part of the page that shows one run, with a panel for each tab.
 
 A thread reads the values; the page draws them if they changed.
 """
@@ -24,19 +24,19 @@ from instep.runs.folder import tail
 from instep.runs.ranks import read_paces
 from instep.utils.untrusted_files import clean
 
-_LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # upper limits, since files of a stranger may have more
+_LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # upper limits, since a stranger's run folder may have more
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 _DEVICE = ("DeviceStatsMonitor.", "ThroughputMonitor.", "system/")
-_HARDWARE = 6  # plots of a run's hardware values; one GPU may have a hundred
+_HARDWARE = 6  # maximum number of plots of a run's hardware values; one GPU may have a hundred values
 
 
 def box(classes: str, tag: str = "div") -> ui.element:
-    """Make an element of the page's own style."""
+    """Make an HTML element with CSS classes of the page's own style."""
     return ui.element(tag).classes(classes)
 
 
 class Shown(dict[str, Any]):
-    """The data that a page shows at present, by the name of its part."""
+    """The data that a page shows at present, by the name of the part that shows them."""
 
     def changed(self, part: str, data: Any) -> bool:
         """Record what a part shows now, and return True if it has changed."""
@@ -45,7 +45,7 @@ class Shown(dict[str, Any]):
 
 
 def header(folder: Path, links: Mapping[str, str]) -> ui.label:
-    """Make the bar above a page, with links to other pages; return the label for the number of things on the page."""
+    """Make the bar at the top of a page, with links to other pages; return the label for the number of runs."""
     ui.add_css(_STYLE)
     with box("top", "header"):
         ui.label("instep").classes("brand")
@@ -74,21 +74,21 @@ def ago(then: float) -> str:
 
 
 class Panel:
-    """Part of the page about a run.
+    """Base of the panels that show one run.
 
     Args:
-        source: what is shown.
-        run: the run.
+        source: source of the run's data.
+        run: the run that the panel shows.
     """
 
     def __init__(self, source: Source, run: Run) -> None:
         self.source, self.run = source, run
 
     def read(self) -> Any:
-        """Read the values to show, in a thread, as plain values that can be compared."""
+        """Read the values that the panel shows, in a thread, as plain values that can be compared."""
 
     def build(self) -> None:
-        """Make the elements."""
+        """Make the elements of the panel."""
 
     def show(self, data: Any) -> None:
         """Show the values that were read."""
@@ -131,7 +131,7 @@ def _text(value: Any) -> str | float | int:
 
 
 class Overview(Panel):
-    """The state of a run, why it ended, and its last metrics."""
+    """Panel of a run's state, the reason of its end, and its last metrics."""
 
     def read(self) -> Any:
         status, metrics = self.run.status, self.source.metrics(self.run)
@@ -166,7 +166,7 @@ class Overview(Panel):
 
 
 class Checkpoints(Panel):
-    """The checkpoints of a run, and whether they are complete."""
+    """Panel of a run's checkpoints, and of whether they are complete."""
 
     def read(self) -> Any:
         columns = ("step", "state", "kind", "score", "bytes", "created", "note", "name")
@@ -189,7 +189,7 @@ class Checkpoints(Panel):
 
 
 class Ranks(Panel):
-    """The ranks that failed, hung or are slow."""
+    """Panel of the ranks that failed, hung or are slow."""
 
     def read(self) -> Any:
         failures = {failure["rank"]: failure for failure in self.run.status.failures}
@@ -223,7 +223,7 @@ class Ranks(Panel):
 
 
 class Hardware(Panel):
-    """The hardware of the page's machine now, and the hardware values that the run logged."""
+    """Panel of the hardware of this machine now, and of the hardware values that the run logged."""
 
     def read(self) -> Any:
         curves = self.source.metrics(self.run).curves
@@ -256,7 +256,7 @@ _NO_LOG = "No log in the run folder. `instep launch --log-dir DIR` keeps what th
 
 
 class Log(Panel):
-    """The last lines that the run printed, by default from the file that was written last."""
+    """Panel of the last lines that the run printed, by default from the log file that was written last."""
 
     _chosen: str | None = None
 
@@ -282,7 +282,7 @@ class Log(Panel):
 
 
 class Hyperparameters(Panel):
-    """The hyperparameters; a nested one is shown under its full name."""
+    """Panel of the hyperparameters; a nested hyperparameter is shown under its full name."""
 
     def read(self) -> Any:
         return list(flatten(self.run.hparams).items())

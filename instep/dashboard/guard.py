@@ -1,4 +1,4 @@
-"""Access control of the dashboard: which requests and websockets reach the page."""
+"""Access control of the dashboard: decide which requests and websockets reach the page."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ _ASK = "This dashboard has a token: open the address that `instep dashboard` pri
 
 
 class Guard:
-    """ASGI application that passes on the requests of those who may see the page, and refuses the others.
+    """ASGI application that passes on the requests of people who may see the page, and refuses all other requests.
 
     - The address `/?token=...` sets a cookie. A browser with the cookie may write; the page reads this from
       `scope["may_write"]`.
-    - Unless `is_open` is set, all other requests need the cookie, also those for files and websockets.
-    - On loopback the Host must be a name of loopback. This refuses a page of another name that resolves to 127.0.0.1.
-    - Requests of another site's page are refused, by their Origin and Sec-Fetch-Site. So are its websockets, which
-      browsers open across sites without asking.
+    - Unless `is_open` is set, all other requests need the cookie, including those for files and websockets.
+    - On loopback the Host must be a loopback name. This refuses a page under another name that resolves to 127.0.0.1.
+    - Requests from another site's page are refused, by their Origin and Sec-Fetch-Site. So are websockets from another
+      site, which browsers open without asking.
 
     Args:
-        app: what is guarded.
-        token: that who asks has to know.
-        hosts: names that a Host may have beside those of loopback; None: all.
-        port: of the server; browsers share cookies between the ports of a host.
-        is_open: who reaches the port may see the page without the token, but write nothing.
+        app: the ASGI application of the page.
+        token: secret text in the address that sets the cookie.
+        hosts: names that a Host may have beside the loopback names; None: all names.
+        port: port of the server; its number is in the cookie's name, since browsers share cookies between ports of a
+            host.
+        is_open: whether everybody who reaches the port may see the page without the token, but not write.
 
     Raises:
-        ValueError: it is open, to any Host.
+        ValueError: `is_open` is set, and `hosts` allows all names.
     """
 
     def __init__(self, app: App, token: str, hosts: frozenset[str] | None, port: int, is_open: bool = False) -> None:
@@ -54,7 +55,7 @@ class Guard:
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on."""
-        if scope["type"] not in ("http", "websocket"):  # other types are events of starting and ending the server
+        if scope["type"] not in ("http", "websocket"):  # the server sends other types when it starts and ends
             await self._app(scope, receive, send)
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -63,7 +64,7 @@ class Guard:
             await _answer(send, 303, "", {"location": _without_token(scope), "set-cookie": cookie})
         elif why := self._refusal(scope, headers):
             if scope["type"] == "websocket":
-                # closing before accepting answers with status 403
+                # the server answers a websocket that is closed before it is accepted with status 403
                 await send({"type": "websocket.close", "code": 1008})
             else:
                 await _answer(send, 403, why, {})
@@ -101,7 +102,7 @@ class Guard:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a name or address is this machine's own.
+    """Return True if a name or address means this machine itself.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("127.0.0.1.example.com")
@@ -130,7 +131,7 @@ def _query(scope: Message) -> list[tuple[str, str]]:
 
 
 def _without_token(scope: Message) -> str:
-    """Return the requested path without the token, which no history may keep; always a path of this server."""
+    """Return the requested path without the token, so that no browser history has it; always a path of this server."""
     rest = urlencode([(key, value) for key, value in _query(scope) if key != "token"], errors="surrogateescape")
     return (scope["path"] if scope["path"][1:].isidentifier() else "/") + (f"?{rest}" if rest else "")
 

@@ -1,4 +1,4 @@
-"""The page: a list of runs, one plot over those that are picked, and the run that is open."""
+"""The page: a list of runs, a plot of the picked runs, and the details of the open run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MOST_PICKED, _MOST_METRICS = 8, 6
 
 
 def define(source: Source, tensorboard: str, pages: Sequence[str]) -> None:
-    """Define the page; each browser that opens it gets its own.
+    """Define the page; each browser that opens it gets a page of its own.
 
     Args:
-        source: what it shows.
-        tensorboard: the address that it links to.
-        pages: the names of further pages.
+        source: source of the runs that the page shows.
+        tensorboard: address of a TensorBoard, for a link.
+        pages: names of further pages, for links.
     """
     links = {name: f"/{name.lower()}" for name in pages}
 
@@ -41,13 +41,13 @@ def define(source: Source, tensorboard: str, pages: Sequence[str]) -> None:
 
 
 class Refreshing:
-    """Page that a timer or a click refreshes; refreshes run one at a time, and at most one waits."""
+    """Page that a timer or a click refreshes; only one refresh runs at a time, and at most one more waits."""
 
     def __init__(self) -> None:
         self._shown, self._turn, self._is_due = Shown(), asyncio.Lock(), False
 
     async def refresh(self) -> None:
-        """Read again and show what changed; a call during a refresh starts another one at its end."""
+        """Read the data again, and show what changed; a call during a refresh starts another refresh after it."""
         self._is_due = True
         if not self._turn.locked():
             async with self._turn:
@@ -56,17 +56,17 @@ class Refreshing:
                     await self._refresh()
 
     async def _refresh(self) -> None:
-        """Read again, and show what changed."""
+        """Read the data again, and show what changed."""
 
 
 class LivePage(Refreshing):
     """The page of one browser.
 
     Args:
-        source: what it shows.
-        tensorboard: the address that it links to.
-        links: to further pages, by name.
-        asked: the name of the run that is open; the newest one where there is none of that name.
+        source: source of the runs that the page shows.
+        tensorboard: address of a TensorBoard, for a link.
+        links: addresses of further pages, by name.
+        asked: name of the run that is open at first; the newest run if there is no run of this name.
     """
 
     def __init__(self, source: Source, tensorboard: str, links: Mapping[str, str], asked: str) -> None:
@@ -79,7 +79,7 @@ class LivePage(Refreshing):
         super().__init__()
 
     def build(self) -> None:
-        """Make the elements; what they show comes with the first refresh."""
+        """Make the elements of the page; the first refresh fills them."""
         self._counts = header(self._source.folder, self._links)
         with box("sheet", "main"):
             with box("card side", "section"):
@@ -128,7 +128,7 @@ class LivePage(Refreshing):
         self._details = box("stack")
         self._tabs.set_value("Overview")
 
-    # ---- actions of the person
+    # ---- actions of the user
 
     def _search(self) -> Any:
         self._page.value = 1
@@ -153,7 +153,7 @@ class LivePage(Refreshing):
 
     def _select(self, run: Run) -> Any:
         self._open, self._panel = run, None
-        # After a reload, the page shows the same run.
+        # the address has the run's name, so that the page shows the same run after a reload
         ui.navigate.history.replace(f"/?{urlencode({'run': run.name})}")
         ui.run_javascript("if (innerWidth < 900) document.querySelectorAll('section')[2].scrollIntoView()")
         self._show_list()

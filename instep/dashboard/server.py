@@ -1,4 +1,4 @@
-"""Serves the page until Ctrl-C."""
+"""Serve the page of the dashboard until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Pages = Mapping[str, Callable[[Any], None]]
 
 @dataclass(frozen=True)
 class Address:
-    """Address of the page, and who may see it.
+    """Address of the page, and whether it asks for a token.
 
     Args:
-        host: a name or address of this machine.
-        port: 0: any free one.
-        wants_token: ask for a token on loopback too, where other users of this machine could look.
+        host: name or address of this machine.
+        port: port number; 0: any free port.
+        wants_token: whether the page asks for a token on loopback too, where other users of this machine could look.
     """
 
     host: str = "127.0.0.1"
@@ -39,10 +39,10 @@ class Address:
     wants_token: bool = False
 
     def bind(self) -> socket.socket:
-        """Bind the port.
+        """Bind the port, and return the socket.
 
         Raises:
-            SettingError: another program has it, or the host is none of this machine.
+            SettingError: another program uses the port, or the host is not a name or address of this machine.
         """
         try:
             family, *_, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
@@ -59,7 +59,7 @@ class Address:
             ) from None
 
     def is_public(self) -> bool:
-        """Return whether other machines can reach the address."""
+        """Return True if other machines can reach the address."""
         return not is_loopback(self.host)
 
 
@@ -67,19 +67,19 @@ def serve(folder: Path, address: Address, pages: Pages, opens: bool, tensorboard
     """Serve the page of a folder of runs, until Ctrl-C or SIGTERM.
 
     Args:
-        folder: a run, or a folder that has runs in it.
-        address: where, and for whom.
+        folder: a run folder, or a folder that has runs in it.
+        address: address of the page, and whether it asks for a token.
         pages: further pages, which the page links to.
-        opens: open it in a browser, where this is a terminal on a desktop.
+        opens: whether to open the page in a browser, if this process runs in a terminal on a desktop.
         tensorboard: the address of a TensorBoard, which the page links to.
 
     Raises:
         MissingPackageError: NiceGUI is not installed.
-        SettingError: the address cannot be taken.
+        SettingError: the address cannot be used.
         UsageError: there is no such folder.
     """
     check_installed("nicegui", extra="dashboard", purpose="instep dashboard")
-    # imported late, like all imports below, so that other commands need not load them
+    # This import and the imports below are late, so that other commands need not load them.
     from instep.dashboard.source import Source
 
     source = Source(folder)
@@ -104,9 +104,9 @@ def serve(folder: Path, address: Address, pages: Pages, opens: bool, tensorboard
 
 
 def _redirect(folder: Path, url: str) -> str:
-    """Write a page that redirects to an address.
+    """Write a page that redirects to an address with a token; return the URI of the page.
 
-    Every user can read a command line, but only this user can read the page.
+    The browser gets the URI on its command line, which every user can read; only this user can read the page.
     """
     page = folder / "open.html"
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
@@ -134,5 +134,5 @@ def _run(guard: Guard, bound: socket.socket, url: str) -> None:
     config = uvicorn.Config(guard, log_level="warning", server_header=False, timeout_graceful_shutdown=2)
     if url and (os.name == "nt" or sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         webbrowser.open(url)  # the port is already bound, so a fast browser waits until the server answers
-    with suppress(KeyboardInterrupt):  # Ctrl-C ends the server, and is raised again afterwards
+    with suppress(KeyboardInterrupt):  # Ctrl-C ends the server, which raises KeyboardInterrupt after it has ended
         uvicorn.Server(config).run(sockets=[bound])

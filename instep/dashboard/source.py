@@ -1,4 +1,4 @@
-"""Data that all open pages share: the runs, their curves, and the machine. All of it is read in threads."""
+"""Data that all open pages share: the runs, their curves, and the machine's load, all read in threads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FRESH_S = 1.5
 """How old the list of runs may be: pages that are open at the same time read the folders once."""
 POINTS = 600
 """Of a curve: as many as a plot has pixels."""
-_CURVES = 2000  # curves in memory, of the runs that were shown last: at most 0.2 GB
+_CURVES = 2000  # maximum number of curves in memory, of the runs that were shown last; at most 0.2 GB
 
 
 @dataclass
 class _Kept:
-    """Reader of a run's curves, and its last result."""
+    """Reader of a run's curves, with the result of its last reading."""
 
     reader: MetricsReader
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -37,10 +37,10 @@ class _Kept:
 
 
 class Source:
-    """Runs below a folder, read again as they grow.
+    """The runs below a folder, which are read again when their files change.
 
     Args:
-        folder: a run, or a folder that has runs in it.
+        folder: a run folder, or a folder that has runs in it.
 
     Raises:
         UsageError: there is no such folder.
@@ -55,7 +55,7 @@ class Source:
         self._verified: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def runs(self) -> list[Run]:
-        """List the runs, the newest first."""
+        """Return the runs, the newest first."""
         with self._lock:
             if time.monotonic() - self._searched >= FRESH_S:
                 with suppress(UsageError):  # the folder was deleted: keep its runs as they were
@@ -64,7 +64,7 @@ class Source:
             return self._runs
 
     def metrics(self, run: Run) -> Metrics:
-        """Read a run's curves, with as many points as the page shows; of a growing run, read only what is new."""
+        """Read a run's curves, reduced to as many points as a plot shows; for a growing run, read only new values."""
         with self._lock:
             kept = self._kept.setdefault(run.folder, _Kept(MetricsReader(run.folder, None, POINTS)))
             self._kept.move_to_end(run.folder)
@@ -76,12 +76,12 @@ class Source:
             return kept.metrics
 
     def checkpoints(self, run: Run) -> list[dict[str, Any]]:
-        """List the checkpoints of a run, with what `verify` found."""
+        """List the checkpoints of a run, with the results of `verify`."""
         found = run.checkpoints()
         return [one | self._verified.get(_mark(run, one), {}) if one["state"] == "complete" else one for one in found]
 
     def verify(self, run: Run) -> None:
-        """Compare every byte of a run's checkpoints with its checksum."""
+        """Compare every byte of a run's checkpoints with its checksum, and keep the results for `checkpoints`."""
         for one in run.checkpoints(verify=True):
             said = one["note"] or time.strftime("at %H:%M:%S")
             self._verified[_mark(run, one)] = {"state": one["state"], "note": said}
@@ -92,7 +92,7 @@ def _mark(run: Run, one: dict[str, Any]) -> tuple[Any, ...]:
 
 
 async def in_thread(work: Callable[..., Result], *args: Any) -> Result:
-    """Run something slow in a thread; Ctrl-C does not wait for that thread."""
+    """Run a slow function in a thread and return its result; Ctrl-C does not wait for the thread."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -106,10 +106,10 @@ async def in_thread(work: Callable[..., Result], *args: Any) -> Result:
 
 
 def look_at_machine(folder: Path) -> list[tuple[str, float, str]]:
-    """Measure the machine now, with the disk that a folder is on.
+    """Measure the load of this machine now, and of the disk that holds a folder.
 
     Returns:
-        A name, the part in use from 0 to 1, and the numbers as text: processor, memory, disk, then each GPU.
+        For processor, memory, disk and each GPU: a name, the used part from 0 to 1, and the numbers as text.
     """
     psutil: Any = require("psutil", extra="dashboard", purpose="instep dashboard")
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(folder if folder.exists() else "/")
@@ -124,7 +124,7 @@ def look_at_machine(folder: Path) -> list[tuple[str, float, str]]:
 
 def _gpus() -> list[tuple[str, float, str]]:
     try:
-        import pynvml  # pyright: ignore[reportMissingImports]  # late: only where it is installed
+        import pynvml  # pyright: ignore[reportMissingImports]  # imported late, since it may not be installed
 
         pynvml.nvmlInit()
     except Exception:  # noqa: BLE001  no package or no driver: its errors are not ours to know

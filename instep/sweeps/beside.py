@@ -1,4 +1,4 @@
-"""Two runs, compared line by line: how they ended, their settings, their code and their metrics."""
+"""Compare two runs line by line: how they ended, their settings, their code and their metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instep.runs.naming import value
 from instep.runs.status import own
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
-# Limits of a patch: bytes read, lines compared, and lines shown.
+# Limits for a patch: bytes that are read, lines that are compared, and lines that are shown.
 PATCH_BYTES, COMPARED, _LINES = 2**18, 2000, 400
 
 Row = tuple[str, str, str, str]
@@ -22,10 +22,10 @@ Row = tuple[str, str, str, str]
 
 
 def code_of(folder: Path) -> dict[str, str]:
-    """Read the state of the code that a logger with `save_code=True` kept: commit, branch, script and patch.
+    """Read the state of a run's code that a logger with `save_code=True` kept: commit, branch, script and patch.
 
     Returns:
-        Texts by name, "patch" the last; empty where the run has none that can be read.
+        Texts by name, "patch" being the last; empty if the run has no readable record of its code.
     """
     code: dict[str, str] = {}
     with suppress(OSError, ValueError):
@@ -40,7 +40,7 @@ def code_of(folder: Path) -> dict[str, str]:
 
 
 def settings(one: Entry, other: Entry, same: bool) -> list[Row]:
-    """Return rows of the hyperparameters in which two runs differ; on request, also rows of the equal ones."""
+    """Return rows of the hyperparameters in which two runs differ; with `same`, also rows of equal ones."""
     rows = []
     for key in dict.fromkeys((*one.params, *other.params)):
         a, b = (entry.params.get(key) for entry in (one, other))

@@ -1,4 +1,4 @@
-"""Curves of many runs as plain numbers and as options of ECharts: smoothing, and bands over seeds."""
+"""Curves of many runs, as plain numbers and as options of ECharts: smoothed, or as bands over seeds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from instep.dashboard import chart
 from instep.dashboard.chart import COLOURS, shown
 from instep.runs import Curve
 
-POINTS = 200  # points of a band, that is, steps at which runs are compared
-_PLAIN = 8  # most names that the legend shows without scrolling
+POINTS = 200  # number of steps at which the runs of a band are compared
+_PLAIN = 8  # maximum number of names in a legend that does not scroll
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class PlotLine:
     """A line of a plot.
 
     Args:
-        name: of a run, or of a group of runs.
-        steps: of its points.
-        values: of its points, smoothed where that was asked for.
-        raw: the values before they were smoothed; empty where they are the same.
-        least: the least of a group's values at each step; empty for a single run.
-        greatest: the greatest of them.
+        name: name of a run or of a group of runs.
+        steps: steps of the points.
+        values: values of the points, smoothed if the user asked for that.
+        raw: the values before smoothing; empty if they are not smoothed.
+        least: least value of the group's runs at each step; empty for a single run.
+        greatest: greatest value of the group's runs at each step; empty for a single run.
     """
 
     name: str
@@ -43,7 +43,7 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
     Args:
         values: finite numbers.
-        weight: of what came before, from 0 (no smoothing) to below 1.
+        weight: weight of the earlier values, from 0 (no smoothing) to below 1.
 
     Example:
         >>> smooth([1.0, 1.0, 4.0], 0.5)
@@ -57,13 +57,13 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
 
 def line_of(name: str, curve: Curve, weight: float) -> PlotLine:
-    """Return the line of a run."""
+    """Return the line of a single run, smoothed with a weight."""
     values = smooth(curve.values, weight) if weight else curve.values
     return PlotLine(name, curve.steps, values, curve.values if weight else ())
 
 
 def band_of(name: str, curves: Sequence[Curve], weight: float) -> PlotLine:
-    """Return the mean of some runs at each step, with the least and the greatest.
+    """Return the mean of several runs at each step, with the least and the greatest value.
 
     The runs are compared at up to 200 steps; between two points of a run, its value is interpolated. A run counts from
     its first step to its last step.
@@ -84,11 +84,11 @@ def band_of(name: str, curves: Sequence[Curve], weight: float) -> PlotLine:
 
 
 def options(lines: Mapping[str, Sequence[PlotLine]], log: bool) -> dict[str, Any]:
-    """Draw metrics one below the other: each run as a line, each group of runs as a line with a band.
+    """Return the options of plots for several metrics: a line for each run, a line with a band for each group of runs.
 
     Args:
-        lines: by metric.
-        log: the values on a logarithmic axis; what is not above zero is left out.
+        lines: lines of each metric.
+        log: whether the axis of the values is logarithmic; values that are not above zero are then left out.
     """
     names = dict.fromkeys(line.name for each in lines.values() for line in each)
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
@@ -105,12 +105,12 @@ def options(lines: Mapping[str, Sequence[PlotLine]], log: bool) -> dict[str, Any
 
 
 def draw(plot: Any, instead: Any, lines: Mapping[str, Sequence[PlotLine]], log: bool = False) -> None:
-    """Put the plot into NiceGUI's element; if there are no lines, show another element instead."""
+    """Draw lines into NiceGUI's element for a plot; if there are no lines, show another element."""
     chart.draw(plot, instead, options({name: each for name, each in lines.items() if each}, log), legend=50)
 
 
 def _series(line: PlotLine, colour: str, index: int, key: str, log: bool) -> list[dict[str, Any]]:
-    # The value is the first number of a point: if both axes are numbers, ECharts stacks the first one.
+    # The value comes first in a point, since ECharts stacks the first number if both axes are numbers.
     at = {"type": "line", "xAxisIndex": index, "yAxisIndex": index, "encode": {"x": 1, "y": 0}, "color": colour}
     at |= {"showSymbol": len(line.steps) < 3}
     quiet = {**at, "silent": True, "showSymbol": False, "tooltip": {"show": False}}

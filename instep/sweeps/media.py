@@ -1,8 +1,8 @@
-"""Pictures, tables and texts that a run logged, if the run's own files hold them.
+"""Read pictures, tables and texts that a run logged, if the run's own files hold them.
 
-`JSONLinesLogger` keeps all three in `metrics.jsonl` and `media/`, `TensorBoardLogger` keeps them in its event files, a
-table as Markdown text. `CSVLogger` keeps none. Values that went to W&B, MLflow or another tracker are only in the
-tracker.
+`JSONLinesLogger` keeps all three in `metrics.jsonl` and `media/`. `TensorBoardLogger` keeps them in its event files, a
+table as Markdown text. `CSVLogger` keeps none of them. Values that went to W&B, MLflow or another tracker are only in
+the tracker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instep.runs.status import own
 from instep.utils.imports import require
 from instep.utils.untrusted_files import read_regular
 
-# Limits: values of a name, names, rows of a table, and characters of a text.
+# Limits: values for each name, number of names, rows of a table, and characters of a text.
 STEPS, NAMES, ROWS, CHARACTERS = 3, 40, 100, 4000
 PICTURE_BYTES, ALL_BYTES = 2**20, 6 * 2**20
 _EVENTS = tuple(f"{below}events.out.tfevents.*" for below in ("", "*/", "*/*/"))
@@ -34,12 +34,12 @@ class Media:
     """A logged value that is not a number.
 
     Args:
-        name: under which it was logged.
-        step: when.
-        picture: the bytes of a PNG, JPEG or GIF file; empty for another kind.
-        kind: "png", "jpeg" or "gif"; else "".
-        rows: of a table, its header the first; each cell is a text.
-        text: plain.
+        name: name under which the value was logged.
+        step: step at which the value was logged.
+        picture: bytes of a PNG, JPEG or GIF file; empty if the value is not a picture.
+        kind: kind of picture: "png", "jpeg" or "gif"; "" if the value is not a picture.
+        rows: rows of a table, the header first; each cell is a text. Empty if the value is not a table.
+        text: plain text; "" if the value is not a text.
     """
 
     name: str
@@ -54,7 +54,7 @@ class MediaReader:
     """Reader of a run's logged values that are not numbers; each reading continues where the last one ended.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,10 +62,11 @@ class MediaReader:
         self._files, self._kept = dict[Path, LogFile](), dict[str, deque[Media]]()
 
     def read(self) -> tuple[list[Media], int]:
-        """Read what was added; for each name the newest few values are kept, the newest first.
+        """Read what was logged since the last reading; keep the newest few values of each name.
 
         Returns:
-            What is kept, and how many pictures are left out because all together would be more than `ALL_BYTES`.
+            The values, sorted by name and with the newest first; and the number of pictures that were left out, because
+            all pictures together would be larger than `ALL_BYTES`.
         """
         with self._lock:
             if any(file.replaced() for file in self._files.values()):
@@ -101,7 +102,7 @@ def _table(name: str, step: float, rows: Any) -> Iterator[Media]:
 
 
 class _JSONLines(JSONLinesFile):
-    """Lines of JSONLinesLogger whose values are not numbers."""
+    """Reader of those lines of a JSONLinesLogger whose values are not numbers."""
 
     def _rows(self, file: FileIO) -> Iterator[Any]:
         for line in self._lines(file):
@@ -127,7 +128,7 @@ class _JSONLines(JSONLinesFile):
 
 
 class _Events(TensorBoardFile):
-    """Events of TensorBoard whose values are not numbers."""
+    """Reader of those events of TensorBoard whose values are not numbers."""
 
     def _rows(self, file: FileIO) -> Iterator[Any]:
         events = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="reading event files")

@@ -1,4 +1,4 @@
-"""The page: the summary of a sweep, its table, and the panels beside it."""
+"""The page of a sweep: the summary, the table of the runs, and the panels beside the table."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from instep.sweeps.source import Sweep, SweepTable, Wish, means
 from instep.utils.untrusted_files import clean
 
 PERIOD_S = 3.0
-_GONE_S = 60.0  # seconds for which ticks and texts are kept after a browser has lost its connection
-_FIRST = 24  # runs that are ticked when a page opens; of more runs, the best ones
+_GONE_S = 60.0  # seconds for which a page keeps its state after its browser has lost the connection
+_FIRST = 24  # number of runs up to which all are ticked when a page opens; of more runs, the best `_FEW` are ticked
 _FEW = 8
-_TOLD = 4  # most runs that are named above the table for each state
-_ALWAYS = 2  # rank of a best value; it stays beside the name and the state, where nobody needs to scroll
-_TEXT = 300  # most characters of a cell
+_TOLD = 4  # maximum number of runs that the summary names for each state
+_ALWAYS = 2  # rank of the column of best values, which stands beside name and state so that nobody needs to scroll
+_TEXT = 300  # maximum number of characters in a cell
 _FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", "updated": "updated"}
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 _PATH = "/sweep"
@@ -41,8 +41,8 @@ _ON_ROWS = """e => {
     e.api.setNodesSelected({nodes: nodes.filter(node => node.data.ticked === newValue), newValue});
   if (e.api.fitted !== String(shown)) requestAnimationFrame(() => e.api.autoSizeAllColumns());
   e.api.fitted = String(shown);
-}"""  # column widths that a person set stay while only values change
-_GRID = {  # the browser runs keys that begin with ":" as code; all are ours, and none contains text of a run
+}"""  # column widths that a user has set stay while only values change
+_GRID = {  # the browser runs keys that begin with ":" as code, so none of these keys contains text of a run
     "columnDefs": [],
     "rowData": [],
     ":getRowId": "p => p.data.id",
@@ -62,7 +62,7 @@ _GRID = {  # the browser runs keys that begin with ":" as code; all are ours, an
 
 
 def define_page(source: Source) -> None:
-    """Define the page; each browser that opens it gets its own."""
+    """Define the page of a sweep; each browser that opens it gets a page of its own."""
     sweep = Sweep(source.folder)
 
     @ui.page(_PATH, title=f"{clean(source.folder.name)} - sweep - instep", reconnect_timeout=_GONE_S)
@@ -71,12 +71,12 @@ def define_page(source: Source) -> None:
 
 
 class Page(Refreshing):
-    """The page of one browser.
+    """The page of a sweep in one browser.
 
     Args:
-        source: readers of curves.
-        sweep: the runs.
-        may_write: it may change names, tags and notes.
+        source: source of the runs' curves.
+        sweep: the runs and their table.
+        may_write: whether this browser may change names, tags and notes.
     """
 
     def __init__(self, source: Source, sweep: Sweep, may_write: bool) -> None:
@@ -87,7 +87,7 @@ class Page(Refreshing):
         self._panel: SweepPanel | None = None
 
     def build(self) -> None:
-        """Make the elements; what they show comes with the first refresh."""
+        """Make the elements of the page; the first refresh fills them."""
         self._counts = header(self._desk.source.folder, {"Live": "/", "Sweep": _PATH})
         ui.add_css(_STYLE)
         with box("sweep", "main"):
@@ -95,7 +95,7 @@ class Page(Refreshing):
                 self._summary = box("summary", "dl")
             with box("card", "section"):
                 self._build_controls()
-                with box("grid"):  # made at once, so that its code is loaded while the runs are read
+                with box("grid"):  # the grid is made at once, so that its code is loaded while the runs are read
                     self._grid = ui.aggrid(_GRID, theme="quartz", auto_size_columns=False).classes("rows")
                     self._grid.on("selectionChanged", self._tick, js_handler="e => e.source == 'api' || emit()")
             with box("card", "section"):
@@ -117,13 +117,13 @@ class Page(Refreshing):
             self._archived = ui.checkbox("archived", on_change=self.refresh).props("dense")
         self._problem = ui.label().classes("problem").props("role=status")
 
-    # ---- actions of the person
+    # ---- actions of the user
 
     async def _tick(self) -> None:
         folders = {key: folder for folder, key in self._ids.items()}
         try:
             rows = await self._grid.run_grid_method("getSelectedRows", timeout=_GONE_S)
-        except TimeoutError:  # the browser has gone
+        except TimeoutError:  # the browser has lost its connection
             return
         shown = {entry.run.folder for entry in self._desk.view.table.entries}
         chosen = {folders[row["id"]] for row in rows if row.get("id") in folders}
@@ -200,7 +200,7 @@ class Page(Refreshing):
             self._grid.run_grid_method("setGridOption", "rowData", rows)
 
     def _cells(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the grid's columns and rows: each cell as a text, and as the value by which its column is sorted."""
+        """Return the grid's columns and rows; each cell has a text and the value by which its column is sorted."""
         table = self._desk.view.table
         metric = next(iter(table.metrics), None)
         best = next(iter(metric.rank(table.entries)), None) if metric else None
@@ -221,7 +221,7 @@ class Page(Refreshing):
         return defs, rows
 
     async def _show_panel(self) -> None:
-        if self._ticked is None:  # no run is known yet, of which it could choose a metric
+        if self._ticked is None:  # no run is known yet, so a panel could not choose a metric
             return
         if self._panel is None:
             self._panel = PANELS[str(self._tabs.value)](self._desk)
@@ -246,12 +246,12 @@ def _sorted_by(header_: str, text: str, entry: Entry) -> str | float | None:
         number_ = float(text.rstrip("* "))
     except ValueError:
         return text or None
-    # nan is unequal to itself, so the table would count as changed each time
+    # not nan, which is unequal to itself, so that the table would count as changed at each refresh
     return number_ if math.isfinite(number_) else None
 
 
 def _summary(desk: Desk) -> list[tuple[str, list[str]]]:
-    """Summarize the runs of the table: the best, what differs, what failed, and what still runs."""
+    """Summarize the runs of the table: the best run, what differs, what went wrong, and what still runs."""
     table = desk.view.table
     _, *bests = table.summary(told=True)
     metric, seed, mean_of = desk.metric(), desk.seed(), list[str]()

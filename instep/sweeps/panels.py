@@ -23,7 +23,7 @@ from instep.sweeps.source import Sweep, SweepTable, by_group
 from instep.utils.untrusted_files import clean
 
 MOST_DRAWN, _MOST_METRICS = 50, 4
-_ALONE = ""  # no hyperparameter is chosen, so each run has its own line
+_ALONE = ""  # means that no hyperparameter is chosen, so that each run has its own line
 _SEEDS = ("seed", "random_seed", "random_state")
 
 
@@ -32,12 +32,12 @@ class Desk:
     """State that the table and the panels of one browser share.
 
     Args:
-        source: readers of curves, shared by all pages.
-        sweep: the runs, shared by all pages.
-        may_write: this browser has the token.
-        changed: is called after a label was written.
-        view: the table.
-        chosen: the runs that are ticked.
+        source: source of the runs' curves, shared by all pages.
+        sweep: the runs and their table, shared by all pages.
+        may_write: whether this browser has the token.
+        changed: function that is called after a label was written.
+        view: the table that the page shows.
+        chosen: the runs that are ticked in the table.
     """
 
     source: Source
@@ -59,27 +59,27 @@ class Desk:
 
 
 class SweepPanel:
-    """Part of the page about the runs that are chosen.
+    """Base of the panels that show the chosen runs.
 
     Args:
-        desk: what is shown.
+        desk: state of the page, with the chosen runs.
     """
 
     def __init__(self, desk: Desk) -> None:
         self.desk, self._shown, self._turn = desk, Shown(), 0
 
     def build(self) -> None:
-        """Make the elements."""
+        """Make the elements of the panel."""
 
     async def refresh(self) -> None:
-        """Read the values to show, and draw what has changed."""
+        """Read the values that the panel shows, and draw what has changed."""
 
     def stop(self) -> None:
-        """Stop drawing values that are being read, since another panel takes this one's place."""
+        """Stop drawing values that are being read, since another panel replaces this panel."""
         self._turn += 1
 
     async def _read(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Read in a thread; return None if another reading was requested before it ended."""
+        """Run `work` in a thread; return None if another reading was requested before `work` ended."""
         self._turn += 1
         turn = self._turn
         data = await in_thread(work, *args)
@@ -90,7 +90,7 @@ class SweepPanel:
         return select.props("dense options-dense").classes("pick")
 
     def _offer(self, select: ui.select, names: dict[Any, str], default: Any) -> None:
-        """Set the options of a select, and keep the chosen one if it still exists."""
+        """Set the options of a select element, and keep the chosen option if it still exists."""
         if not self._shown.changed(f"select {select.id}", names):
             return
         value = select.value
@@ -100,7 +100,7 @@ class SweepPanel:
 
 
 def _marks(entries: Sequence[Entry]) -> list[Any]:
-    """Return a key that changes when runs change; metrics are not part of it, since nan is unequal to itself."""
+    """Return a value that changes when runs change; metrics are not part of it, since nan is unequal to itself."""
     return [(entry.run.folder, entry.run.stamp, entry.run.status.state, entry.name) for entry in entries]
 
 
@@ -115,7 +115,7 @@ def _draw(plot: ui.echart, options: dict[str, Any]) -> None:
 
 
 class Curves(SweepPanel):
-    """Curves of the chosen runs, each alone or as bands over a hyperparameter such as the seed."""
+    """Panel with curves of the chosen runs, each run alone or as bands over a hyperparameter such as the seed."""
 
     def build(self) -> None:
         self._kept: dict[Path, tuple[Any, dict[str, Curve]]] = {}
@@ -145,10 +145,10 @@ class Curves(SweepPanel):
             curves.draw(self._plot, self._empty, found, bool(self._log.value))
 
     def _curves(self, entry: Entry, names: list[str]) -> tuple[Any, dict[str, Curve]]:
-        """Read curves of a run if its files have changed; with so many runs, the source may not keep all metrics.
+        """Return curves of a run; read them only if its files changed, since the source may not keep so many runs.
 
         Returns:
-            What tells whether they are as they were, and the curves.
+            A value that is unchanged while the files are, and the curves by name.
         """
         mark, kept = (entry.run.stamp, names), self._kept.get(entry.run.folder)
         if kept is not None and kept[0] == mark:
@@ -172,7 +172,7 @@ class Curves(SweepPanel):
 
 
 class Against(SweepPanel):
-    """Plots of hyperparameters against the metric, for all runs in the table."""
+    """Panel with plots of hyperparameters against the metric, for all runs in the table."""
 
     def build(self) -> None:
         self._about = ui.label().classes("quiet")
@@ -198,13 +198,13 @@ class Against(SweepPanel):
 
 
 class _OfRuns(SweepPanel):
-    """Panel about one or two of the chosen runs."""
+    """Base of the panels that show one or two of the chosen runs."""
 
     def _select_run(self, label: str) -> ui.select:
         return self._select(label, with_input=True).classes("run-pick")
 
     def _offer_runs(self, *selects: ui.select) -> list[Entry]:
-        """Offer the chosen runs, or all of the table if none is chosen; return the runs that are picked."""
+        """Offer the chosen runs, or all runs of the table if none is chosen; return the picked runs."""
         runs = {str(entry.run.folder): entry for entry in self.desk.chosen or self.desk.view.table.entries[:MOST_DRAWN]}
         names, order = {key: clean(entry.name, "") for key, entry in runs.items()}, list(runs)
         for number, select in enumerate(selects):
@@ -213,7 +213,7 @@ class _OfRuns(SweepPanel):
 
 
 class Beside(_OfRuns):
-    """Two runs: their settings, code, metrics and a curve of both."""
+    """Panel that compares two runs: their settings, code, metrics and a curve of both."""
 
     def build(self) -> None:
         with box("controls"):
@@ -251,7 +251,7 @@ class Beside(_OfRuns):
 
 
 class Logged(_OfRuns):
-    """Pictures, tables and texts that a run logged."""
+    """Panel with pictures, tables and texts that a run logged."""
 
     def build(self) -> None:
         with box("controls"):
@@ -295,7 +295,7 @@ class Logged(_OfRuns):
 
 
 class Notes(_OfRuns):
-    """Name, tags and note of a run; a person who has the token may change them."""
+    """Panel with name, tags and note of a run; a browser with the token may change them."""
 
     def build(self) -> None:
         with box("controls"):
@@ -329,11 +329,11 @@ class Notes(_OfRuns):
         self._before = values
 
     def _given(self) -> tuple[Any, ...]:
-        """Return the contents of the fields."""
+        """Return the current contents of the fields."""
         return *(str(each.value or "").strip() for each in self._fields[:3]), self._archived.value is True
 
     async def _write(self) -> None:
-        """Write the changes of this page; keep later changes that another page or the command made."""
+        """Write what the user of this page changed; keep later changes from another page or the command."""
         if not self.desk.may_write or self._folder is None:
             return
         pairs = zip(("name", "tags", "note", "archived"), self._given(), self._before, strict=True)

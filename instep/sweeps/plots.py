@@ -1,4 +1,7 @@
-"""Plots with a mark for each run: hyperparameters against a metric. Only this module sets the keys of the options."""
+"""Plots of hyperparameters against a metric, with a mark for each run.
+
+Only this module sets the keys of the options, since the browser runs a key that begins with ":" as code.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from instep.runs.naming import short, value
 from instep.runs.table import Metric
 
 FAILED = "#d23f57"
-_SCALE = ["#2e9e6b", "#c9a227", "#8a63d2"]  # from the best to the worst
+_SCALE = ["#2e9e6b", "#c9a227", "#8a63d2"]  # colors from the best run to the worst
 _MOST_AXES = 9
-_MISSING = "-"  # ECharts' sign for a missing value
+_MISSING = "-"  # ECharts shows this as a missing value
 _FEW = 8
-_DECADES = 30.0  # if positive numbers have a larger ratio than this, their axis is logarithmic
+_DECADES = 30.0  # the axis of positive numbers is logarithmic if the largest is this many times the smallest
 
 
 def parallel(entries: Sequence[Entry], params: Sequence[str], metric: Metric) -> dict[str, Any]:
-    """Draw each run as a line through its hyperparameters and its best value. The best run is thick.
+    """Return the options of a plot in which each run is a line through its hyperparameters and its best value.
 
-    Runs without a best value are dotted, and end at the last hyperparameter.
+    The best run is thick. Runs without a best value are dotted, and end at the last hyperparameter.
     """
     keys = list(params)[:_MOST_AXES]
     bests = [_best(entry, metric) for entry in entries]
@@ -71,7 +74,7 @@ def parallel(entries: Sequence[Entry], params: Sequence[str], metric: Metric) ->
 
 
 def scatter(entries: Sequence[Entry], across: str, metric: Metric, chosen: Collection[Path]) -> dict[str, Any]:
-    """Draw each run as a point: to the right a hyperparameter or another metric, upwards the best value."""
+    """Return the options of a plot with a point for each run: across a hyperparameter or metric, up its best value."""
     there = [
         (entry, x, best)
         for entry in entries
@@ -110,15 +113,15 @@ def _last(entry: Entry, metric: str) -> float | None:
 
 
 def _scaled(column: Sequence[Any], few: int = 0) -> tuple[dict[str, Any], list[Any]]:
-    """Choose an axis for values and convert them for it: numbers that are far apart get a logarithmic axis.
+    """Choose an axis for values, and convert the values for it; numbers far apart get a logarithmic axis.
 
-    Texts, and numbers of which at most `few` differ, stand at equal distances.
+    Texts stand at equal distances on the axis, and so do numbers if they have at most `few` different values.
     """
     there = [each for each in column if each is not None]
     numbers = all(type(each) in (int, float) and math.isfinite(each) and abs(each) < 2**53 for each in there)
     if not numbers or len(set(there)) <= few:
         order = sorted(set(there)) if numbers else there
-        # Texts, since ECharts would read a number as a position.
+        # ECharts needs texts here, since it would read a number as a position.
         texts = [_MISSING if each is None else _cut(value(each)) for each in column]
         return {"type": "category", "data": list(dict.fromkeys(_cut(value(each)) for each in order))}, texts
     plain = [_MISSING if each is None else each for each in column]

@@ -1,4 +1,4 @@
-"""The runs of a sweep and their table, read once for all open pages. All of it is read in threads."""
+"""The runs of a sweep and their table, read in threads, once for all open pages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from instep.runs.entries import Entry, read_entries
 from instep.runs.naming import differing
 from instep.runs.table import Metric, Table, search, usual_metric, value_is_plain
 
-# runs are read again after this many seconds, or after this many times the duration of the last reading
+# Runs are read again after `FRESH_S` seconds, or after `SHARE` times the duration of the last reading.
 FRESH_S, SHARE = 2.0, 10.0
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a person asks the page to show.
+    """What the user asks the page to show.
 
     Args:
         text: a condition, or a part of a name, tag or note.
-        sort: hyperparameter, metric or fact, as of `instep runs ls --sort`; None for the usual metric, "" for newest.
-        columns: hyperparameters and metrics; empty for those that differ, and one metric.
-        archived: archived runs too.
+        sort: hyperparameter, metric or fact, as for `instep runs ls --sort`; None: the usual metric; "": the newest
+            first.
+        columns: names of hyperparameters and metrics; empty: the hyperparameters that differ, and one metric.
+        archived: whether archived runs are shown too.
     """
 
     text: str = ""
@@ -38,14 +39,14 @@ class Wish:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """Table of the runs that were asked for, with the names that can be chosen from.
+    """Table of the runs that the user asked for, with the names of columns that can be chosen.
 
     Args:
-        table: the runs, in order.
-        params: the names of hyperparameters that differ among all runs.
-        metrics: the names of all metrics.
-        sort: what the table is sorted by.
-        total: how many runs there are, archived ones only if they were asked for.
+        table: table of the runs, in order.
+        params: names of the hyperparameters that differ among all runs.
+        metrics: names of all metrics.
+        sort: name by which the table is sorted.
+        total: number of runs, with archived runs only if the user asked for them.
     """
 
     table: Table
@@ -56,10 +57,10 @@ class SweepTable:
 
 
 class Sweep:
-    """Runs below a folder, with the last values of their metrics.
+    """The runs below a folder, with the last values of their metrics.
 
     Args:
-        folder: a run, or a folder that has runs in it.
+        folder: a run folder, or a folder that has runs in it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,7 +70,7 @@ class Sweep:
         self._until = -1.0
 
     def entries(self) -> list[Entry]:
-        """List the runs, the newest first."""
+        """Return the runs, the newest first."""
         with self._lock:
             begun = time.monotonic()
             if begun >= self._until:
@@ -80,12 +81,12 @@ class Sweep:
             return self._entries
 
     def forget(self) -> None:
-        """Read the runs again at the next request, since a label has changed."""
+        """Read the runs again at the next request, for example after a label has changed."""
         with self._lock:
             self._until = -1.0
 
     def view(self, wish: Wish) -> SweepTable:
-        """Make the table for a request.
+        """Make the table that a user asked for.
 
         Raises:
             UsageError: no run has a name that the condition asks for.
@@ -105,7 +106,7 @@ class Sweep:
 
 
 def _found(entries: list[Entry], text: str) -> tuple[list[Entry], str]:
-    """Return all runs and a condition on them; any other text is searched for in names, paths, tags and notes."""
+    """Return all runs and `text` if it is a condition; else return runs whose name, path, tags or note contain it."""
     try:
         if text.strip():
             where.parse(text)
@@ -119,11 +120,11 @@ def _found(entries: list[Entry], text: str) -> tuple[list[Entry], str]:
 
 
 def by_group(entries: Sequence[Entry], over: str) -> dict[str, list[Entry]]:
-    """Group runs that differ only in one hyperparameter; a group's name gives what differs between the groups.
+    """Group runs that differ only in one hyperparameter; the name of a group says how it differs from other groups.
 
     Args:
         entries: the runs.
-        over: the hyperparameter, such as the seed.
+        over: hyperparameter in which runs of a group may differ, such as the seed.
     """
     keys = [key for key in differing([entry.params for entry in entries]) if key != over]
     groups: dict[tuple[str, ...], list[Entry]] = {}
@@ -133,15 +134,15 @@ def by_group(entries: Sequence[Entry], over: str) -> dict[str, list[Entry]]:
     for group in groups.values():
         params = group[0].params
         said = " ".join(f"{naming.short(key, keys)}={naming.value(params[key])}" for key in keys if key in params)
-        # two groups may have the same text
+        # two groups may have the same text, so a number is added
         named[f"{said} #{len(named) + 1}" if said in named else said or "all"] = group
     return named
 
 
 def means(entries: Sequence[Entry], metric: Metric, over: str) -> list[tuple[str, float, float, float, int]]:
-    """Return the groups over a hyperparameter, the best first: name, mean of the best values, least, greatest, count.
+    """Return name, mean, least, greatest and number of best values for each group over a hyperparameter, best first.
 
-    Only finished runs count, and of those no run without a best value, such as one that ended with nan.
+    Only finished runs with a best value count; a run that ended with nan has none.
     """
     rows = []
     for name, group in by_group(entries, over).items():

@@ -1,8 +1,8 @@
-"""List the runs at DIR and below, the newest first: one line a run, with what differs and where a metric ended.
+"""List the runs at DIR and below, the newest first, one line each, with differing hyperparameters and a metric.
 
-A run is a folder of any logger: of instep, of Lightning, TensorBoard or W&B offline. Its best value of a metric is the
-least, or the greatest of what is named like an accuracy; `*` marks the best run. A state "dead" means that the run
-stopped and nobody could say why. On a terminal, columns without room are left out; --columns chooses them.
+A run is a folder of any logger: of instep, Lightning, TensorBoard, or W&B offline. The best value of a metric is the
+least, or the greatest if its name looks like an accuracy; `*` marks the best run. The state "dead" means that the run
+stopped without recording why. On a terminal, columns that do not fit are left out; --columns chooses them.
 
 Examples:
   instep runs ls                                           all runs below this folder
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_table(table: Table) -> None:
-    """Print a line for each run; on a terminal also a summary."""
+    """Print a line for each run; on a terminal, also print a summary."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     lines, gone, told = fit(table.columns(output.age), width)
     for line in lines:
