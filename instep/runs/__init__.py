@@ -1,14 +1,17 @@
-"""Run folders as data: what `instep runs` and `instep dashboard` show. Only `label` and `trash` write into them.
+"""Read run folders as data, which `instep runs` and `instep dashboard` show.
+
+Only `label` and `trash` write into run folders.
 
 - `folder`: `find_runs` and `Run`, a light record of a run folder of any logger.
-- `label`: the name, tags and note that a person gives a run; `naming`: names for runs without such a name.
-- `entries`: runs with hyperparameters and the ends of their metrics, from an index of earlier readings.
-- `table`: a sweep as a table that fits a terminal; `where`: conditions on runs; `facts`: one run in lines and rows.
+- `label`: the name, tags and note that a user gives a run; `naming`: names for runs that no user has named.
+- `entries`: runs with hyperparameters and the last values of their metrics, from an index of earlier readings.
+- `table`: a sweep as a table that fits a terminal; `where`: conditions on runs; `facts`: a single run as lines and
+rows.
 - `trash`: removing runs.
-- `status`: whether a run still goes on, how it ended and why, by rank.
+- `status`: whether a run still goes on, how and why it ended, with the reason of each rank.
 - `metrics`: curves of a run, downsampled while they are read; `rows`: the files of each logger as rows.
-- `ranks`: which ranks the others wait for.
-- `checkpoints`: the checkpoints of a folder, and whether they are whole.
+- `ranks`: which ranks make the other ranks wait.
+- `checkpoints`: the checkpoints of a folder, and whether they are complete.
 
 A run folder is not trusted: only regular files inside it are opened, with limits, and a damaged file becomes a line of
 text, never an exception. Text from it goes through `clean` before a terminal shows it.

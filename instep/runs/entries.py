@@ -1,4 +1,4 @@
-"""Runs in a list: name, hyperparameters and where each metric ended, from an index of earlier readings.
+"""Runs for a list: name, hyperparameters, and last and best values of each metric, from an index of earlier readings.
 
 The index is a cache in the user's own cache folder, one JSON file for each folder that was searched. A run is read
 again if the times or sizes of its files have changed. All runs are read again if the index is missing or damaged.
@@ -31,26 +31,26 @@ from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 Plain = bool | int | float | str
 _VERSION = 1
-_MOST_FILES = 64  # most files in the cache, one for each searched folder
-_MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # limits of a run in the cache; a run with more is read each time
+_MOST_FILES = 64  # maximum number of files in the cache, one for each searched folder
+_MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # limits for a run in the cache; a run with more is read each time
 _KEPT = ("exit_code", "signal", "run_id", "host", "pid", "checkpoint", "command", "started", "ended")
 _LIVE, _LIMITS = ("starting", "running"), ("max_epochs=", "max_steps=", "max_samples=", "max_tokens=")
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Where a curve ended, and its two extremes, each with its step; nan where there is none.
+    """Last value of a curve and its two extremes, each with its step; a value that is missing is nan.
 
     Args:
-        last: the last value, also where that is nan.
-        last_step: its step.
+        last: the last value, which may be nan.
+        last_step: step of the last value.
         least: the smallest finite value.
-        least_step: its step.
+        least_step: step of the smallest value.
         greatest: the largest finite value.
-        greatest_step: its step.
-        first_bad: the step of the first value that is nan or infinite; nan without one.
-        count: how many points the curve has.
-        not_finite: how many values are nan or infinite.
+        greatest_step: step of the largest value.
+        first_bad: step of the first value that is nan or infinite; nan if all values are finite.
+        count: number of points of the curve.
+        not_finite: number of values that are nan or infinite.
     """
 
     last: float
@@ -64,20 +64,21 @@ class Ends:
     not_finite: int
 
     def describe(self) -> dict[str, float | None]:
-        """Describe the ends for programs; None for a value that is missing."""
+        """Return the values as JSON for programs; a missing value is None."""
         return {name: None if name != "last" and math.isnan(value) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run in a list.
+    """A run with its hyperparameters and metrics, for a list of runs.
 
     Args:
-        run: its folder, status and label. Of a run from the index the status has the parts that lists show.
-        params: hyperparameters in one level, such as `model/width`.
-        ends: of its metrics, by name.
-        monitor: metric that its checkpoints were ranked by; empty for none.
-        name: what the list calls the run (`instep.runs.naming`).
+        run: folder, status and label of the run. If it comes from the index, the status has only the parts that lists
+            show.
+        params: hyperparameters in one level, with names such as `model/width`.
+        ends: last and best values of each metric, by name.
+        monitor: metric by which the run's checkpoints were ranked; "" if there is none.
+        name: name of the run in lists (`instep.runs.naming`).
     """
 
     run: Run
@@ -88,9 +89,9 @@ class Entry:
 
     @property
     def bad(self) -> str:
-        """Metric whose last value is nan or infinite; "" if there is none.
+        """Name of a metric whose last value is nan or infinite; "" if there is none.
 
-        Of several, it is the monitored one or a loss.
+        If there are several, the monitored metric comes first, and then a loss.
         """
         bad = (name for name, ends in self.ends.items() if not math.isfinite(ends.last))
         return min(bad, key=lambda name: (name != self.monitor, "loss" not in name), default="")
@@ -103,9 +104,9 @@ class Entry:
 
     @property
     def why(self) -> str:
-        """Reason of the end in one line, with its rank last; "" for a run that finished.
+        """Reason of the run's end in one line, with the rank last; "" for a run that finished.
 
-        Names a metric that ended nan.
+        For a metric that ended nan, the reason names the metric and the step.
         """
         status = self.run.status
         if self.bad and status.state in ("finished", *_LIVE):
@@ -119,7 +120,7 @@ class Entry:
         return datetime.fromtimestamp(self.run.updated, timezone.utc).isoformat(timespec="seconds")
 
     def describe(self) -> dict[str, Any]:
-        """Describe the run for programs; epochs count from 0, as in its files."""
+        """Return the run as JSON for programs; epochs count from 0, as in the run's files."""
         run, status = self.run, self.run.status
         return {
             "name": self.name,
@@ -140,11 +141,11 @@ class Entry:
 
 
 def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Entry]:
-    """Read the runs at a folder and below, the newest first; unchanged runs are taken from the index.
+    """Read the runs at a folder and below it, the newest first; unchanged runs are taken from the index.
 
     Args:
-        folder: where to search.
-        depth: how many folders below it.
+        folder: folder to search.
+        depth: how many levels of folders below it are searched.
 
     Raises:
         UsageError: there is no such folder.
@@ -173,7 +174,7 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
         if entry is None:
             entry = _read(look_at(path, root, stamp))
             rows[key] = _row(entry)
-        elif entry.run.status.state in _LIVE:  # the run's process may have ended without a word
+        elif entry.run.status.state in _LIVE:  # the run's process may have died without changing the status
             entry = replace(entry, run=look_at(path, root, stamp))
         found.append(entry)
     rows = {key: row for key, row in rows.items() if row is not None}
@@ -185,27 +186,27 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
 
 
 def without_metrics(runs: Sequence[Run]) -> list[Entry]:
-    """Return runs for a list that shows no metrics, which are not read; names are those of `read_entries`."""
+    """Return runs for a list without metrics, which are not read; the names are the same as in `read_entries`."""
     params = [params_of(run) for run in runs]
     names = call(list(zip(runs, params, strict=True)))
     return [Entry(run, of, {}, "", name) for run, of, name in zip(runs, params, names, strict=True)]
 
 
 def params_of(run: Run) -> dict[str, Plain]:
-    """Return a run's hyperparameters in one level; if it has none, the options of its command."""
+    """Return a run's hyperparameters in one level; if it has none, return the options of its command."""
     return flatten(run.hparams) or options_of(run.status.said.get("command"))
 
 
 def at_path(path: str) -> list[Entry]:
-    """Return the runs that a word means: runs at a folder and below it, or the run with this name.
+    """Return the runs that a word names: runs at a folder and below it, or the run with this name.
 
-    If the word is a run's own folder, the run has the name that it has among its neighbours.
+    If the word is the folder of a run, the run gets the name that it has in a list of the runs beside it.
 
     Args:
         path: a folder, or a name that `instep runs ls` shows.
 
     Raises:
-        UsageError: there is no such folder, and no run of that name.
+        UsageError: there is neither a folder nor a run of that name.
     """
     folder = Path(path).absolute()
     if not folder.is_dir():
@@ -234,7 +235,7 @@ def find_one(word: str) -> Entry:
     """Find the run that a word means: its folder or its name.
 
     Raises:
-        UsageError: there is none, or there are several.
+        UsageError: no run or several runs have this name.
     """
     found, folder = at_path(word), Path(word).absolute()
     if folder.is_dir():
@@ -258,7 +259,7 @@ def _read(run: Run) -> Entry:
 
 
 def ends_of(curve: Curve) -> Ends:
-    """Return the ends of a curve, whose extremes are among its points."""
+    """Return the last value and the extremes of a curve; the curve's points include the extremes."""
     points = list(zip(curve.values, curve.steps, strict=True)) or [(math.nan, math.nan)]
     extremes = (*min(points), *max(points, key=lambda at: (at[0], -at[1])))
     bad = math.nan if curve.first_bad is None else curve.first_bad
@@ -313,7 +314,7 @@ def _number(value: float) -> Any:
 
 
 def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
-    """Return a run from the index; None if the run has changed, or the entry is not valid."""
+    """Return a run from the index; None if the run has changed, or the index entry is not valid."""
     try:
         seen, (state, cause, step, epoch, by_rank, said), label, params, ends, monitor = row
         if seen != [list(each) for each in stamp] or state not in STATES:
@@ -331,7 +332,7 @@ def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
 
 def _ends(*said: Any) -> Ends:
     *xs, count, bad = said
-    # One object for all nan values, since another nan object would be unequal, also inside a container.
+    # All nan values are the same object, since other nan objects would be unequal, even inside a container.
     return Ends(*(math.nan if math.isnan(x) else x for x in map(float, xs)), count=int(count), not_finite=int(bad))
 
 

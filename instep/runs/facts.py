@@ -1,4 +1,4 @@
-"""The facts about one run, as rows and lines of text."""
+"""Describe a single run as rows and lines of text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from instep.runs.metrics import Metrics
 from instep.runs.status import RunStatus
 from instep.utils.redact import HIDDEN
 
-_FEW_LINES = 12  # lines of a traceback that are shown
+_FEW_LINES = 12  # maximum number of lines of a traceback that are shown
 _TIMES = ("start", "data", "forward", "backward", "optimizer", "validation", "saving", "other")
 
 
 def _doing(progress: dict[str, Any]) -> str:
-    """Describe where a run was, according to its `progress.json`."""
+    """Describe what a run was doing, according to its `progress.json`."""
     parts = [f"{progress[key]}" for key in ("stage",) if progress.get(key)]
     if progress.get("phase") not in (None, progress.get("stage")):
         parts.append(f"phase {progress['phase']}")
@@ -39,8 +39,8 @@ def state_lines(status: RunStatus, ago: str) -> list[str]:
     """Describe why a run ended, and what it was or is doing.
 
     Args:
-        status: of the run.
-        ago: how long ago its progress was written.
+        status: status of the run.
+        ago: how long ago the run's progress was written, as text.
     """
     below = any(failure.get("traceback") for failure in status.failures[:1])
     whole = not (below and "Traceback (most recent call last):" in status.cause)
@@ -55,14 +55,14 @@ def state_lines(status: RunStatus, ago: str) -> list[str]:
 
 
 def end_of_log(run: Run, lines: int) -> list[str]:
-    """Return the last lines of a run's newest log, below a title; empty if there is no log."""
+    """Return the last lines of a run's newest log file, below a title; empty if there is no log."""
     newest = next(iter(run.logs()), None) if lines > 0 else None
     text = "" if newest is None else tail(newest, lines).rstrip("\n")
     return [f"\nend of {newest.relative_to(run.folder)}", text] if newest is not None and text else []
 
 
 def failure_rows(status: RunStatus) -> list[tuple[Any, ...]]:
-    """Return rank, host, step, batch, phase, how and message of each rank that failed, the cause first."""
+    """Return rank, host, step, batch, phase, kind of failure and message of each failed rank; the cause comes first."""
     return [
         (
             f"{failure['rank']}{' (the cause)' if failure.get('cause') is True else ''}",
@@ -74,7 +74,7 @@ def failure_rows(status: RunStatus) -> list[tuple[Any, ...]]:
 
 
 def traceback_of(status: RunStatus) -> list[str]:
-    """Return the end of the traceback of the rank that is the cause, below a title; empty where there is none."""
+    """Return the end of the traceback of the rank that caused the failure, below a title; empty if there is none."""
     trace = str(status.failures[0].get("traceback") or "").rstrip().splitlines() if status.failures else []
     if not trace:
         return []
@@ -83,7 +83,7 @@ def traceback_of(status: RunStatus) -> list[str]:
 
 
 def metric_rows(metrics: Metrics) -> list[tuple[str, ...]]:
-    """Return name, last value and its step, least, greatest, points and the first nan of each metric.
+    """Return for each metric: name, last value and its step, least, greatest, number of points, and first nan.
 
     The epoch, which loggers write among the metrics, is left out: loggers count it from 0, and a screen from 1.
     """
@@ -102,7 +102,7 @@ def metric_rows(metrics: Metrics) -> list[tuple[str, ...]]:
 
 
 def number(value: float | None) -> str:
-    """Write a metric's value; empty for None.
+    """Format a metric's value with five digits; "" for None.
 
     Example:
         >>> number(0.123456789), number(None)
@@ -112,7 +112,7 @@ def number(value: float | None) -> str:
 
 
 def time_shares(said: dict[str, Any]) -> str:
-    """Format where the time of a run went; "" if its status does not say."""
+    """Format the shares of a run's time by kind of work; "" if its status does not have them."""
     summary = said.get("summary")
     times = summary.get("time_s") if isinstance(summary, dict) else None
     if not isinstance(times, dict):
@@ -124,7 +124,7 @@ def time_shares(said: dict[str, Any]) -> str:
 
 
 def lines_to_go_on(said: dict[str, Any]) -> list[str]:
-    """Return the commands by which a run continues, below a title; empty for a finished run."""
+    """Return the commands with which a run is continued, below a title; empty for a finished run."""
     line, cwd = how_to_go_on(said), said.get("cwd")
     if not line:
         return []

@@ -1,4 +1,4 @@
-"""Run folders, found without reading a point of their metrics."""
+"""Find run folders, without reading any points of their metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instep.runs.status import STATUS, RunStatus, look, own
 from instep.utils import plain_yaml
 from instep.utils.untrusted_files import clean, open_regular
 
-DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0 has four, and some more for safety
+DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0 has four; two are added for safety
 _IS_LOG = re.compile(r"metrics\.(jsonl|csv)|events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
 _WATCHED = (STATUS, HPARAMS, LABEL, PROGRESS, FAILURES, PACES_FILE, "checkpoints")
 _LOGS = ("*.log", "*/*.log", "*/attempt_*/*/std*.log", "*/*/attempt_*/*/std*.log", "wandb/*/files/output.log")
@@ -36,11 +36,11 @@ class Run:
     """A run folder, as `find_runs` found it.
 
     Args:
-        name: path of the run folder from the folder that was searched; what a person calls the run is in `label`.
+        name: path of the run folder, relative to the searched folder; `label` has the name that a user gave.
         folder: absolute path of the run folder.
         status: whether the run goes on, or how it ended and why.
-        updated: time when the newest of its files was changed, in seconds since 1970.
-        stamp: times and sizes of these files; a run with the same stamp is not read again.
+        updated: time of the last change of the run's files, in seconds since 1970.
+        stamp: times and sizes of the run's files; a run with the same stamp is not read again.
 
     Example:
         >>> import tempfile
@@ -62,18 +62,18 @@ class Run:
 
     @cached_property
     def label(self) -> Label:
-        """Label of the run; its name is that of `Trainer(name=...)` until a person gives another name."""
+        """Label of the run; without a name from a user, its name is the one of `Trainer(name=...)`."""
         label = read_label(self.folder)
         return label if label.name else replace(label, name=label_of(self.status.said).name)
 
     @cached_property
     def hparams(self) -> dict[str, Any]:
-        """Hyperparameters that the logger kept; empty if none can be read."""
+        """Hyperparameters that the logger saved; empty if none can be read."""
         return self._hparams[0]
 
     @cached_property
     def problems(self) -> list[str]:
-        """Files of the folder that cannot be read, one line each with the reason; `Metrics` has the loggers' files."""
+        """Files of the run that cannot be read, one line each with the reason; `Metrics` has the loggers' files."""
         return self._hparams[1]
 
     @cached_property
@@ -90,21 +90,22 @@ class Run:
         for path in log_files(self.folder, ("run-*.wandb", "wandb/*/run-*.wandb")):
             file = WandbFile(path)
             for _ in file.read():
-                break  # the configuration is first in the list
+                break  # reading one row is enough, since the configuration is the first record of the file
             if file.config:
                 file.config.pop("_wandb", None)
                 return file.config, []
         return {}, []
 
     def metrics(self, names: Sequence[str] | None = None, max_points: int = 1000) -> Metrics:
-        """Read curves. For a run that grows, `MetricsReader(run.folder)` reads only what is new."""
+        """Read the run's curves. For a run that grows, `MetricsReader(run.folder)` reads only new values."""
         return MetricsReader(self.folder, names, max_points).read()
 
     def checkpoints(self, verify: bool = False) -> list[dict[str, Any]]:
-        """Describe its checkpoints, the newest first: name, step, kind, epoch, score, bytes, created, state, note.
+        """Describe the run's checkpoints, newest first: name, step, kind, epoch, score, bytes, created, state, note.
 
         Args:
-            verify: read every byte; a whole one is "verified" then. Else sizes are compared: it is "complete".
+            verify: whether to read every byte; the state of an undamaged checkpoint is then "verified". Otherwise only
+                sizes are compared, and the state is "complete".
         """
         from instep.checkpoint.described import checkpoints  # imported late, since it loads torch
 
@@ -117,13 +118,13 @@ class Run:
             return [{"name": root.name, "step": None, "bytes": 0, "state": "broken", "note": clean(str(error))}]
 
     def reports(self) -> list[Path]:
-        """List its reports of hangs, the newest first."""
+        """List the run's reports of hangs, the newest first."""
         return sorted((path for path in self.folder.glob("hang-*/*.txt") if own(path, self.folder)), reverse=True)
 
     def logs(self) -> list[Path]:
-        """List its files of printed output: the one that was written last first, empty ones at the end.
+        """List the run's files of printed output, the last written one first, empty files at the end.
 
-        They are the launcher's files if `log_dir` is the run folder, W&B's, and `*.log`.
+        These are the launcher's files if `log_dir` is the run folder, W&B's output file, and `*.log`.
         """
         found = {path for pattern in _LOGS for path in self.folder.glob(pattern)}
         return sorted((path for path in found if own(path, self.folder)), key=_written, reverse=True)
@@ -144,14 +145,14 @@ def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> lis
     TensorBoard, W&B offline. No metric is read, and links are not followed.
 
     Args:
-        folder: where to search.
+        folder: folder to search.
         before: runs that an earlier search found. A run whose files are the same is not read again.
 
     Returns:
-        The runs.
+        The runs, the newest first.
 
     Raises:
-        UsageError: there is no such folder.
+        UsageError: the folder does not exist.
 
     Example:
         >>> import tempfile
@@ -172,7 +173,7 @@ def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> lis
 
 
 def tail(path: Path, lines: int = 50) -> str:
-    """Read the last lines of a text file, fit for a terminal; if it cannot be read, return the reason."""
+    """Read the last lines of a text file, cleaned for a terminal; if the file cannot be read, return the reason."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -186,7 +187,7 @@ def tail(path: Path, lines: int = 50) -> str:
 
 
 def below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
-    """Yield each run folder at a folder and up to `depth` folders below it, with its stamp."""
+    """Yield each run folder at a folder and up to `depth` levels below it, with its stamp."""
     folders: list[str] = []
     seen: dict[str, os.stat_result] = {}
     try:
@@ -215,10 +216,10 @@ def look_at(folder: Path, root: Path, stamp: Stamp, before: Run | None = None) -
 
 
 def path_below(folder: Path, root: Path) -> str:
-    """Return the path of a run folder relative to the searched folder, fit for a terminal."""
+    """Return the path of a run folder relative to the searched folder, cleaned for a terminal."""
     return clean(folder.name if folder == root else str(folder.relative_to(root)), "")
 
 
 def updated(stamp: Stamp) -> float:
-    """Return when the newest file of a run was changed; a change of its name or note does not count."""
+    """Return the time of the last change of a run's files, without its label; in seconds since 1970."""
     return max((time_ns for name, time_ns, _ in stamp if name != LABEL), default=0) / 1e9

@@ -1,4 +1,4 @@
-"""The label that a person gives a run: name, tags, note, and whether it is archived, in `label.json` of its folder."""
+"""The label that a user gives a run: name, tags, note and whether it is archived, in `label.json` of the run folder."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from instep.utils.atomic import replace
 from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_regular
 
 FILE = "label.json"
-# Limits: characters of a name, characters of a note, characters of a tag, and tags of a run.
+# Limits: characters of a name, characters of a note, characters of a tag, and number of tags.
 MOST_NAME, MOST_NOTE, MOST_TAG, MOST_TAGS = 200, 4000, 64, 32
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a person has written about a run.
+    """What a user has written about a run.
 
     Args:
-        name: one line; empty where nobody has given one.
-        tags: words.
-        note: a text of any number of lines.
-        archived: `instep runs ls` leaves the run out.
+        name: name of the run, in one line; "" if the user gave none.
+        tags: tags of the run, each a word.
+        note: note about the run, of any number of lines.
+        archived: whether `instep runs ls` leaves the run out.
 
     Example:
         >>> print(Label("baseline", ("paper",)))
@@ -65,7 +65,7 @@ def _text(value: Any, most: int, kept: str = "") -> str:
 
 
 def read_label(folder: Path) -> Label:
-    """Read the label of a run; an empty label if there is none that can be read."""
+    """Read the label of a run; return an empty label if no label can be read."""
     path = folder / FILE
     with suppress(OSError, ValueError):
         if own(path, folder):
@@ -74,14 +74,14 @@ def read_label(folder: Path) -> Label:
 
 
 def write_label(folder: Path, label: Label) -> None:
-    """Replace the label of a run in one step.
+    """Write the label of a run, replacing its old label at once.
 
     Args:
         folder: the run folder.
-        label: what is kept.
+        label: the new label.
 
     Raises:
-        UsageError: the name, a tag or the note is none.
+        UsageError: the name, a tag or the note is not allowed.
         OSError: the folder cannot be written to.
     """
     _check("name", label.name, MOST_NAME, "a name is one line")

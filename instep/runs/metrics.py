@@ -1,4 +1,4 @@
-"""Curves of a run, downsampled while they are read: only the points that are shown stay in memory."""
+"""Read the curves of a run, downsampled while reading: only the points that are shown stay in memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from instep.health.run_status import NAME as STATUS
 from instep.loggers.rows import CSVFile, Forget, JSONLinesFile, LogFile, TensorBoardFile, WandbFile
 from instep.runs.status import own
 
-MOST_NAMES = 2000  # most metrics of a run that are read if no names are given
+MOST_NAMES = 2000  # maximum number of metrics of a run that are read if no names are given
 _OF_RANK = re.compile(r"rank-\d+").fullmatch
-_Point = tuple[float, float, float | None]  # step, value, time
-# Kinds of files; those with exact numbers first, since TensorBoard keeps float32.
+_Point = tuple[float, float, float | None]  # step, value, and time or None
+# Kinds of loggers' files. Files with exact numbers come first; TensorBoard's come last, since they have float32.
 _KINDS: tuple[tuple[str, type[LogFile], tuple[str, ...]], ...] = (
     ("jsonl", JSONLinesFile, ("metrics.jsonl", "rank-*/metrics.jsonl")),
     ("csv", CSVFile, ("metrics.csv", "rank-*/metrics.csv")),
@@ -30,17 +30,17 @@ class Curve:
     """Values of a metric over the steps.
 
     Args:
-        name: of the metric.
-        steps: of the points, as they were logged.
-        values: of the points. Each bucket of the whole curve gives its least and its greatest, so spikes stay.
-        times: seconds of the wall clock; None where the logger keeps none.
-        count: how many points the whole curve has.
-        last: the last value, also where that is nan.
+        name: name of the metric.
+        steps: steps of the points, as they were logged.
+        values: values of the points. Each part of a long curve keeps its least and its greatest value, so spikes stay.
+        times: wall-clock times of the points, in seconds; None if the logger keeps no times.
+        count: number of points of the whole curve.
+        last: the last value, which may be nan.
         least: the smallest finite value.
         greatest: the largest finite value.
-        not_finite: how many values are nan or infinite; they are no points.
-        first_bad: the step of the first one of these.
-        last_step: the step of the last value.
+        not_finite: number of values that are nan or infinite; these are not among the points.
+        first_bad: step of the first value that is nan or infinite; None if all values are finite.
+        last_step: step of the last value.
     """
 
     name: str
@@ -61,9 +61,10 @@ class Metrics:
     """Curves of a run.
 
     Args:
-        curves: by name, in the order of their first point.
-        problems: what could not be read, one line each.
-        source: the logger whose files were read: "jsonl", "csv", "wandb" or "tensorboard"; "" where there is none.
+        curves: the curves by name, in the order of their first points.
+        problems: files and lines that could not be read, one line of text each.
+        source: loggers whose files were read, joined by "+": "jsonl", "csv", "wandb", "tensorboard"; "" if there are
+            none.
     """
 
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -72,11 +73,11 @@ class Metrics:
 
 
 class _Buckets:
-    """A curve while it is read: buckets with equal numbers of points, each with its least and greatest point."""
+    """A curve that is being read, in buckets with equal numbers of points; each keeps its least and greatest point."""
 
     def __init__(self, most: int) -> None:
         self._most = max(1, (most - 2) // 2)
-        self._width = 2  # points of a bucket; it keeps both of two points, so a short curve is whole
+        self._width = 2  # number of points in a bucket; a bucket keeps both of two points, so a short curve is complete
         self._buckets: list[list] = []  # each bucket: the number of its points, the least and the greatest point
         self.count = self.not_finite = 0
         self.first: _Point | None = None
@@ -120,7 +121,7 @@ class _Buckets:
         ]
 
     def forget(self, step: float) -> None:
-        """Drop the points from a step on; a bucket around that step keeps its earlier points."""
+        """Drop the points from a step on; the bucket that contains this step keeps its earlier points."""
         before = self.points(False)
         if self.last[0] >= step:
             kept = [point for point in before if point[0] < step]
@@ -159,13 +160,13 @@ class _Buckets:
 
 
 class MetricsReader:
-    """Reader of the metrics of a run that may still grow; each `read` reads only what was added since the last one.
+    """Reader of the metrics of a run that may still grow; each `read` reads only what was added since the last call.
 
     Args:
         folder: the run folder.
-        names: the metrics; None for all that the first logger with rows has. Metrics of other ranks have names such as
-            "rank-1/loss".
-        max_points: most points of a curve.
+        names: names of the metrics; None: all metrics of the first logger that has values. Names of metrics from other
+            ranks are such as "rank-1/loss".
+        max_points: maximum number of points in a curve.
 
     Example:
         >>> import tempfile
@@ -207,13 +208,13 @@ class MetricsReader:
         files = self._files[kind]
         for path in paths:
             files.setdefault(path, make(path))
-        # A file was rewritten: all files of its logger are read again.
+        # If a file was rewritten, all files of its logger are read again.
         if any(file.replaced() for file in files.values()):
             self._curves[kind] = {}
             files.update({path: make(path) for path in files})
         lines, names = self._curves[kind], self._names
         for path in sorted(files, key=_age):
-            # The folder of a logger with per_rank=True.
+            # A folder "rank-N" belongs to a logger with per_rank=True.
             prefix = f"{path.parent.name}/" if _OF_RANK(path.parent.name) else ""
             for row in files[path].read():
                 if isinstance(row, Forget):
@@ -236,7 +237,7 @@ class MetricsReader:
 
 
 def _age(path: Path) -> list[str]:
-    """Return the sort key that puts the files of a logger in order of age: the numbers in their names."""
+    """Return a sort key for a logger's files that puts the oldest first, by the numbers in their names."""
     return [part.rjust(20, "0") if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 

@@ -1,4 +1,4 @@
-"""Names for runs that nobody has named: the settings that differ from the runs in the same folder."""
+"""Name runs that no user has named, by the settings that differ from other runs in the same folder."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from instep.runs.folder import Run
 from instep.utils.untrusted_files import clean
 
 Params = Mapping[str, bool | int | float | str]
-_MOST, _LONG = 4, 24  # most settings in a name, and most characters of a value
+_MOST, _LONG = 4, 24  # maximum number of settings in a name, and of characters in a setting's value
 _OPTION = re.compile(r"(?:--?)?([A-Za-z_][\w./-]{0,63})=(.{0,200})", re.DOTALL)
 
 
 def call(runs: Sequence[tuple[Run, Params]]) -> list[str]:
-    """Name runs: by their given name, their folder's own name, or the settings that differ from their neighbors'.
+    """Name runs: by the user's name, the folder's own name, or the settings that differ from the runs beside them.
 
-    Neighbors are the runs in the same folder. A run without neighbors gets the name of the next folder above that has a
-    name of its own. If no setting differs, the name is the program and its start. If several runs would have the same
-    name, the number of the folder is added to each.
+    Runs in the same folder are neighbors. A run without neighbors gets the name of the nearest folder above it that has
+    a name of its own. If no setting differs, the name is the program and the time of its start. If several runs would
+    have the same name, the number of the folder is added to each.
 
     Args:
-        runs: with their hyperparameters.
+        runs: the runs, each with its hyperparameters.
     """
     beside: dict[Path, list[Params]] = {}
     for run, params in runs:
@@ -62,7 +62,7 @@ def value(of: Any) -> str:
 
 
 def short(key: str, keys: Sequence[str]) -> str:
-    """Return the last part of a hyperparameter's name, if no other name ends with the same part.
+    """Return the last part of a hyperparameter's name; return the whole name if another one has the same last part.
 
     Example:
         >>> keys = ["model/width", "lr", "a/size", "b/size"]
@@ -75,7 +75,7 @@ def short(key: str, keys: Sequence[str]) -> str:
 
 
 def options_of(command: Any) -> dict[str, bool | int | float | str]:
-    """Read the options of a command; they distinguish runs whose modules keep no hyperparameters.
+    """Read the options of a command, which tell runs apart if their modules save no hyperparameters.
 
     Example:
         >>> options_of(["python", "train.py", "--lr", "0.1", "--fast", "model.width=8"])

@@ -1,4 +1,4 @@
-"""How long each rank of a run works in a step, as rank 0 last saved it."""
+"""How long each rank of a run takes for a step, as rank 0 saved it last."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_
 
 @dataclass(frozen=True)
 class Paces:
-    """Paces of the busiest ranks in a run.
+    """Times of the busiest ranks in a run.
 
     Args:
-        time_s: when they were measured, seconds since 1970; 0 where there are none.
-        slow: the ranks that the others wait for.
-        ranks: rank, host, and the seconds of a step, of its own work and of waiting for data; the busiest first.
+        time_s: when the times were measured, in seconds since 1970; 0 if there are none.
+        slow: ranks that make the other ranks wait.
+        ranks: for each rank, the busiest first: rank, host, and seconds of a step, of its own work and of waiting for
+            data.
     """
 
     time_s: float = 0.0
@@ -27,7 +28,7 @@ class Paces:
 
 
 def read_paces(folder: Path) -> Paces:
-    """Read the paces of a run folder; empty if there are none that can be read."""
+    """Read the times of the ranks from a run folder; empty if none can be read."""
     path = folder / PACES_FILE
     try:
         if not own(path, folder):

@@ -1,4 +1,4 @@
-"""Whether a run is still going on, and how and why it ended."""
+"""Find out whether a run still goes on, and how and why it ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instep.health.run_status import NAME as STATUS
 from instep.utils.process_id import is_gone, state_of
 from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_regular
 
-SILENT_S = 60.0  # seconds; a lease is renewed every 5 s, and the clocks of two hosts differ
+SILENT_S = 60.0  # seconds after which a run counts as dead; a lease is renewed every 5 s, and clocks of hosts differ
 MOST_RANKS = 1000
 STATES = ("starting", "running", "finished", "failed", "dead", "hung", "preempted", "interrupted", "unknown")
 _BY_RANK = re.compile(r"rank (\d{1,7})(?: \(host [^)]*\))?: (.*)", re.DOTALL)
@@ -30,13 +30,14 @@ class RunStatus:
         state: "starting", "running", "finished", "failed", "preempted", "interrupted", "hung", "dead" (it stopped
             without saying why: killed, or the machine went down), or "unknown" (a logger's folder without a
             `status.json`).
-        cause: why it ended, or why it is taken for dead; empty for nothing.
-        by_rank: what each rank that failed has said, in one line; the cause first.
-        step: optimizer steps at the last word.
-        epoch: at the last word.
-        said: `status.json`: exit_code, signal, run_id, host, pid, checkpoint, command, cwd, started, summary, ...
-        progress: `progress.json`: time, stage, phase, batch, batches, max_steps, steps_per_s, metrics, ...
-        failures: `failures/rank-<n>.json`: rank, host, pid, step, batch, phase, how, message, traceback, cause, ...
+        cause: why the run ended, or why it counts as dead; "" if there is no reason.
+        by_rank: message of each rank that failed, in one line; the rank that caused the failure comes first.
+        step: last recorded number of optimizer steps; None if unknown.
+        epoch: last recorded epoch; None if unknown.
+        said: content of `status.json`: exit_code, signal, run_id, host, pid, checkpoint, command, cwd, started,
+            summary, ...
+        progress: content of `progress.json`: time, stage, phase, batch, batches, max_steps, steps_per_s, metrics, ...
+        failures: content of `failures/rank-<n>.json`: rank, host, pid, step, batch, phase, how, message, traceback, ...
     """
 
     state: str = "unknown"
@@ -50,7 +51,7 @@ class RunStatus:
 
 
 def look(folder: Path) -> RunStatus:
-    """Read the state of a run; "unknown" if it cannot be read."""
+    """Read the state of a run from its folder; the state is "unknown" if it cannot be read."""
     content = read_status(folder) if own(folder / STATUS, folder) else None
     if content is None:
         return RunStatus(cause="status.json cannot be read" if os.path.lexists(folder / STATUS) else "")
@@ -71,7 +72,7 @@ def look(folder: Path) -> RunStatus:
 
 
 def _failures(folder: Path) -> list[dict[str, Any]]:
-    """Read the reports of failed ranks: the cause first, then errors of their own, then consequences."""
+    """Read the reports of failed ranks: first the cause, then ranks with an error of their own, then consequences."""
     try:
         names = sorted(os.listdir(folder / FAILURES))[:MOST_RANKS]
     except OSError:
@@ -82,7 +83,7 @@ def _failures(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lease(folder: Path) -> tuple[dict[str, Any], float]:
-    """Read the newest lease of a run's checkpoints, and when it was renewed; empty if there is none."""
+    """Read the newest lease of a run's checkpoints, and the time when it was renewed; ({}, 0.0) if there is none."""
     path = max((folder / "checkpoints").glob(".lease-*"), key=lambda path: path.name, default=None)
     if path is not None:
         with suppress(OSError):
@@ -91,7 +92,7 @@ def _lease(folder: Path) -> tuple[dict[str, Any], float]:
 
 
 def _silence(folder: Path, said: dict[str, Any]) -> str:
-    """Return why a run whose status says "running" is dead; "" if it is alive."""
+    """Return why a run counts as dead although its status says "running"; "" if it is alive."""
     lease, beat = _lease(folder)
     if lease.get("run_id") != said.get("run_id") or lease.get("released"):
         lease = {}  # the lease belongs to an earlier run
@@ -110,7 +111,7 @@ def _silence(folder: Path, said: dict[str, Any]) -> str:
 
 
 def own(path: Path, folder: Path) -> bool:
-    """Return whether a path below a run folder is really inside it: no folder on the path is a link."""
+    """Return True if a path below a run folder is really inside it: no part of the path is a link."""
     while path not in (folder, path.parent):
         if os.path.islink(path):
             return False

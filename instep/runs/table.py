@@ -1,4 +1,4 @@
-"""A sweep as a table: its columns and their order, the best run, and the layout on a terminal."""
+"""Show a sweep as a table: choose and order its columns, find the best run, and fit the table into a terminal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from instep.utils.untrusted_files import clean
 MARK = "\u200e"
 """Sign without a width after which a line goes on from left to right."""
 _GAP, _LEAST = 2, 10  # blanks between columns, and the smallest width to which a text is cut
-_LONG = 100  # most characters of a text if nothing else limits the width
-_ALWAYS = 2  # rank of the state and of a best value; these columns stay even if the name must be cut
-_FEW = 8  # runs whose end is described below the table
+_LONG = 100  # maximum number of characters of a text if nothing else limits the width
+_ALWAYS = 2  # highest rank of columns that are never left out (state, best value), even if the name must be cut
+_FEW = 8  # maximum number of runs whose ends are described below the table
 _UP = ("acc", "auc", "f1", "bleu", "rouge", "dice", "iou", "precision", "recall", "score", "reward", "r2", "map")
 _FACTS: dict[str, Callable[[Entry], Any]] = {
     "name": lambda entry: entry.name,
@@ -42,11 +42,11 @@ _SAID = ("state", "step", "epoch", "note", "why")
 
 @dataclass(frozen=True)
 class Metric:
-    """Metric of a table, and whether its least or its greatest value is best.
+    """A metric in a table, and whether its least or its greatest value is the best.
 
     Args:
-        name: of the metric.
-        greatest: the best is the greatest, else the least.
+        name: name of the metric.
+        greatest: whether the greatest value is the best; otherwise the least value is.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """Header of the column with its best value."""
+        """Word for the best value in the header of its column: "greatest" or "least"."""
         return "greatest" if self.greatest else "least"
 
     def best(self, entry: Entry) -> tuple[float, float] | None:
-        """Return the best value of a run and its step; None if there is none, or the run ended with nan or infinity."""
+        """Return the best value of a run and its step; None if the run has no value, or ended with nan or infinity."""
         ends = entry.ends.get(self.name)
         if ends is None or not math.isfinite(ends.last):
             return None
@@ -85,7 +85,7 @@ def metric_of(word: str) -> Metric:
 
 
 def usual_metric(entries: Sequence[Entry]) -> Metric | None:
-    """Choose the metric to compare runs by: the one that ranked checkpoints, else a loss, of validation first."""
+    """Choose the metric by which runs are compared: the one that ranked checkpoints, else a (validation) loss."""
     monitors = Counter(entry.monitor for entry in entries if entry.monitor in entry.ends)
     if monitors:
         return metric_of(monitors.most_common(1)[0][0])
@@ -97,14 +97,14 @@ def usual_metric(entries: Sequence[Entry]) -> Metric | None:
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table.
+    """Column of a table of runs.
 
     Args:
-        header: its name.
-        cells: a text for each run.
-        right: its texts end below each other.
-        rank: the greater, the earlier it is left out where there is no room; the name has 0.
-        cut: its texts may be cut.
+        header: header of the column.
+        cells: text for each run.
+        right: whether the texts are aligned to the right.
+        rank: columns with the greatest rank are left out first if there is no room; the column with names has rank 0.
+        cut: whether the texts may be cut.
     """
 
     header: str
@@ -115,17 +115,17 @@ class Column:
 
     @cached_property
     def width(self) -> int:
-        """Width of the column in cells of a terminal."""
+        """Width of the column, in cells of a terminal."""
         return max(map(width_of, [self.header, *self.cells]), default=0)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Runs with chosen hyperparameters and metrics.
+    """Table of runs with chosen hyperparameters and metrics.
 
     Args:
-        entries: the runs, in order.
-        params: the hyperparameters.
+        entries: the runs, in the order of the rows.
+        params: names of the hyperparameters.
         metrics: the metrics.
     """
 
@@ -135,16 +135,16 @@ class Table:
 
     @classmethod
     def of(cls, entries: Sequence[Entry], columns: Sequence[str] = (), sort: str = "", condition: str = "") -> Table:
-        """Choose and sort runs.
+        """Make a table: choose the runs that fulfil a condition, sort them, and choose the columns.
 
         Args:
-            entries: all runs that there are.
-            columns: hyperparameters and metrics; without any the hyperparameters that differ, and one metric.
-            sort: hyperparameter, metric or fact; the best or smallest is first, and `:max` turns that round.
-            condition: which runs (`instep.runs.where`).
+            entries: all runs.
+            columns: hyperparameters and metrics; if empty, the hyperparameters that differ, and one metric.
+            sort: hyperparameter, metric or fact; the best or smallest comes first, with `:max` the greatest.
+            condition: condition on the runs (`instep.runs.where`); if empty, all runs are chosen.
 
         Raises:
-            UsageError: no run has such a name, or the condition is none.
+            UsageError: no run has such a name, or the condition cannot be parsed.
         """
         for word in (*columns, *filter(None, [sort]), *where.names_in(condition)):
             _check_known(word, entries)
@@ -161,7 +161,7 @@ class Table:
         return cls(chosen, naming.differing([entry.params for entry in chosen]), by_sort or ([usual] if usual else []))
 
     def csv(self) -> str:
-        """Write the whole table for a spreadsheet; a text that it would read as a formula gets an apostrophe."""
+        """Return the whole table as CSV; a text that a spreadsheet would read as a formula gets an apostrophe."""
         heads = [
             title
             for metric in self.metrics
@@ -180,17 +180,17 @@ class Table:
         return text.getvalue().rstrip("\n")
 
     def columns(self, age: Callable[[str], str]) -> list[Column]:
-        """Return all columns, the name first.
+        """Return all columns that are not empty, the column with names first.
 
         Args:
-            age: writes how long ago a time in ISO 8601 was.
+            age: function that formats how long ago a time in ISO 8601 was.
         """
         entries, several = self.entries, len(self.metrics) > 1
         columns = [
             Column("run", [entry.name for entry in entries], rank=0, cut=True),
             Column("state", self._facts("state"), rank=1),
         ]
-        # True if the names already give these settings.
+        # True if the names of the runs already contain these settings.
         said = all(not entry.run.label.name and "=" in entry.name for entry in entries)
         for place, key in enumerate(self.params):
             cells = [naming.value(entry.params[key]) if key in entry.params else "" for entry in entries]
@@ -228,11 +228,11 @@ class Table:
         ]
 
     def summary(self, told: bool, gone: Sequence[str] = ()) -> list[str]:
-        """Summarize: how many runs are in each state, which run is best and by how much, and what went wrong.
+        """Return lines on how many runs are in each state, which run is best and by how much, and what went wrong.
 
         Args:
-            told: the table has whole reasons already.
-            gone: headers of columns that were left out.
+            told: whether the table already shows the reasons of all ends uncut.
+            gone: headers of the columns that were left out.
         """
         counts = Counter(entry.outcome for entry in self.entries)
         states = ", ".join(f"{count:,} {state}" for state, count in counts.most_common()) or "none fits"
@@ -266,12 +266,12 @@ def _cell(value: Any) -> Any:
 
 
 def search(entries: Iterable[Entry], text: str, state: str = "all") -> list[Run]:
-    """Find the runs that fulfil a condition; any other text is searched for in names, paths, tags and notes.
+    """Find the runs that fulfil a condition; other texts are searched for in names, paths, tags and notes.
 
     Args:
         entries: the runs.
-        text: empty for all.
-        state: of the runs; "all" for any.
+        text: condition or text; "" for all runs.
+        state: state that the runs must have; "all" for any state.
     """
     condition = None
     with suppress(UsageError):
@@ -288,7 +288,7 @@ def search(entries: Iterable[Entry], text: str, state: str = "all") -> list[Run]
 
 
 def value_of(entry: Entry, name: str) -> Any:
-    """Return a fact, a hyperparameter or the last value of a metric of a run; None if it has none."""
+    """Return a fact, a hyperparameter or the last value of a metric of a run; None if the run does not have it."""
     if name in _FACTS:
         return _FACTS[name](entry)
     if name in entry.params:
@@ -322,11 +322,11 @@ def _order(sort: str, entries: Sequence[Entry]) -> Callable[[Entry], tuple[int, 
 
 
 def value_is_plain(name: str, entries: Sequence[Entry]) -> bool:
-    """Return True if a name is that of a fact or a hyperparameter, not of a metric."""
+    """Return True if a name is the name of a fact or a hyperparameter, and not of a metric."""
     return name in _FACTS or any(name in entry.params for entry in entries)
 
 
-# ---- fitting
+# ---- fitting the table into a terminal
 
 
 def width_of(text: str) -> int:
@@ -354,18 +354,18 @@ def cut(text: str, width: int) -> str:
 
 
 def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[str], bool]:
-    """Lay out a table within a width, one line for each run.
+    """Lay out a table within a width, with one line for each run.
 
-    If there is not enough room, columns with the highest rank are left out first; then texts are cut, the names last.
+    If there is not enough room, columns with the highest rank are left out first. Then texts are cut, names last.
 
     Args:
-        columns: all columns, the run's name first.
-        width: cells of a line of the terminal; None where nothing limits it. Columns other than the name are then
+        columns: all columns, the column with names first.
+        width: number of cells in a line of the terminal; None if nothing limits it. Texts other than names are then
             still cut to `_LONG`.
 
     Returns:
-        The lines, the header first; the headers of columns that were left out; whether the column `why` (why each run
-        ended) is shown uncut: False if it was left out.
+        The lines, the header first; the headers of the columns that were left out; and whether the column `why` (why
+        each run ended) is shown uncut, which is False if it was left out.
     """
     kept = [replace(column, cells=[_line(cell) for cell in column.cells]) for column in columns]
     if width is None:
@@ -373,7 +373,7 @@ def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[s
     else:
         always = [column.width + _GAP for column in kept if column.rank <= _ALWAYS]
         if len(always) > 2 and sum(always) - _GAP > width >= sum(always) - always[1] - _GAP:
-            del kept[1]  # without the state column each name fits; the lines below the table give the states too
+            del kept[1]  # without the state column all names fit; the summary below the table shows the states too
         while len(kept) > 1 and _needed(kept) > width:
             kept.remove(max(kept, key=lambda column: column.rank))
         widths = [min(size, width) for size in _least(kept)]
@@ -395,7 +395,7 @@ def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[s
 
 
 def _least(columns: Sequence[Column]) -> list[int]:
-    """Return the least width of each column; a name keeps its full width while another column can be left out."""
+    """Return the least width of each column; names are not cut while another column can be left out."""
     last = all(column.rank <= _ALWAYS for column in columns)
     least = [column.width if not column.cut else _LEAST if last else 2 * _LEAST for column in columns]
     return [
@@ -418,7 +418,7 @@ def _pad(text: str, width: int, right: bool) -> str:
 
 
 def upright(text: str) -> str:
-    """Add a mark to a text that is written from right to left, so that the rest of its line is not reversed."""
+    """Add a mark to a text that is written from right to left, so that the text after it is not reversed."""
     if text.isascii() or not any(0x590 <= ord(char) < 0x900 or 0xFB1D <= ord(char) < 0xFEFD for char in text):
         return text
     return f"{MARK}{text}{MARK}"

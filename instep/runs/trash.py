@@ -1,7 +1,7 @@
-"""Removing runs: into a trash on the same file system, which only `empty` deletes.
+"""Remove runs: move them into a trash on the same file system, from which only `empty` deletes them.
 
-A run is moved by one rename of its folder, under its lease. A link in the folder is moved as a link: nothing outside of
-the run's folder is opened, moved or deleted.
+A run is moved by one rename of its folder, while its lease is held. A link in the folder is moved as a link: nothing
+outside of the run's folder is opened, moved or deleted.
 """
 
 from __future__ import annotations

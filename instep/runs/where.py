@@ -19,16 +19,16 @@ _EXPECTED = "write it as 'lr<0.1 and state=finished'; there are = != < <= > >= ~
 
 
 def parse(text: str) -> Condition:
-    """Parse a condition.
+    """Parse a condition into a function of a run.
 
     `and` binds closer than `or`, and `not` closer still. Numbers are compared as numbers, texts as texts. A run that
-    lacks the name fulfils only `!=`. A tuple, such as the tags, is equal to each of its parts.
+    lacks the name fulfils only `!=`. A tuple, such as the tags, is equal to each of its members.
 
     Args:
-        text: names, signs and values; those with blanks stand in quotes.
+        text: names, signs and values; a name or value with blanks stands in quotes.
 
     Raises:
-        UsageError: it is no condition; the text says where.
+        UsageError: the text is not a condition; the message shows the place.
 
     Example:
         >>> run = {"lr": 0.01, "state": "finished"}
@@ -70,7 +70,7 @@ class _Parser:
         return UsageError(f"--where {self.text[:80]!r}: {got} is not expected after {before[-40:]!r}; {_EXPECTED}")
 
     def _next(self, kind: str, *texts: str) -> str | None:
-        """Take the next token if it is of a kind and, if texts are given, is one of them."""
+        """Take and return the next token if it has a kind and, if texts are given, is one of them; else return None."""
         if self.at < len(self.tokens):
             found, text = self.tokens[self.at]
             if found == kind and (not texts or text.lower() in texts):

@@ -25,8 +25,8 @@ from instep.utils.checks import at_least, choice, is_int, wrong
 from instep.utils.warn import warn_user
 
 _OPEN_SHARDS = 16
-_WORKERS = 64  # most workers; each has its own counter of the samples that it left out
-_NAMED = 255  # most left-out samples whose index a worker keeps
+_WORKERS = 64  # maximum number of workers; each has its own counter of the samples that it left out
+_NAMED = 255  # maximum number of left-out samples whose indices a worker keeps
 
 
 class StreamDataset(Dataset[Any]):
@@ -47,32 +47,35 @@ class StreamDataset(Dataset[Any]):
     holds the row groups of one window; otherwise row groups are decoded again and again.
 
     Args:
-        shards: paths or URLs of the files; one with `*` stands for the sorted files that fit it. JSONL, Parquet, Arrow
-            (files, and streams as Hugging Face's datasets writes them), WebDataset tar, or text. Distant files (by
-            fsspec) and compressed ones (.gz, .zst ...) are copied into `cache` when they are first read.
-        decode: makes a sample of a record: a dict of columns (Parquet, Arrow), a dict of the bytes of a group of files
-            with its `__key__` (tar), what a line holds (JSONL), a str (text). None: the record. Workers get it by
-            pickle where they are not forked.
-        window: records that are shuffled among themselves, or 1 to shuffle the files alone. Where the files are sorted
-            by class, the window should span several files.
-        bucket: sort the records of a window by `length`, and cut them into groups of so many, which come in a drawn
-            sequence: give it the samples of all ranks in a step, so that a batch needs little padding. 0: do not.
-        counts: number of records of each file, where it is known; checked when the file is opened.
+        shards: paths or URLs of the files; a path with `*` means all files that match it, sorted. Formats: JSONL,
+            Parquet, Arrow (files, and streams as Hugging Face's datasets writes them), WebDataset tar, and text. Remote
+            files (by fsspec) and compressed files (.gz, .zst ...) are copied into `cache` when they are first read.
+        decode: function that makes a sample from a record. A record is a dict of columns (Parquet, Arrow), a dict of
+            the bytes of a group of files with its `__key__` (tar), the parsed line (JSONL), or a str (text). None: the
+            sample is the record. If workers are not forked, they get this function by pickle.
+        window: number of consecutive records that are shuffled among themselves, or 1 to shuffle the files only. If the
+            files are sorted by class, the window should span several files.
+        bucket: number of records in a group of similar length: the records of a window are sorted by `length` and cut
+            into groups, which come in a random sequence. Set it to the number of samples of all ranks in a step, so
+            that a batch needs little padding. 0: no groups.
+        counts: number of records of each file, if known; it is checked when the file is opened.
         columns: columns of a table that are read; None: all.
-        length: the field of a record that is its length, or that has it by `len`; gives `lengths`.
-        on_bad_sample: "raise" a DataError that names file and place for a record that cannot be read or decoded, or
-            "skip": leave it out of its batch. No sample takes its place, so every other sample still counts once; the
-            batch has one sample less, and weighs in the mean over ranks as it would with it. `left_out()` says which.
+        length: name of the field of a record that is its length, or whose `len` is its length; needed for `lengths`.
+        on_bad_sample: "raise": a record that cannot be read or decoded raises a DataError that names the file and the
+            place. "skip": the record is left out of its batch. No other sample takes its place, so every other sample
+            still counts once; the smaller batch has the same weight in the mean over ranks as the full one.
+            `left_out()` returns which samples were left out.
         format: format of all files: "jsonl", "parquet", "arrow", "tar" or "text"; None: by their suffix.
         cache: folder for indices and copies; None: `$XDG_CACHE_HOME/instep/streams`, or `~/.cache/instep/streams`.
-        keep_bytes: most bytes of decoded row groups that a process keeps.
-        max_record_bytes: a longer line or group of files is an error when the file is indexed.
+        keep_bytes: maximum number of bytes of decoded row groups that a process keeps.
+        max_record_bytes: maximum size of a record, a line or group of files; a larger one is an error when files are
+            indexed.
         storage_options: options for the file systems of fsspec.
 
     Raises:
         SettingError: a setting is wrong, or a format is not known.
-        DataError: a file is missing, damaged, has a record that is too long, or another number of records than
-            `counts` says.
+        DataError: a file is missing or damaged, has a record that is too long, or has another number of records than
+                `counts` says.
         MissingPackageError: pyarrow or fsspec is needed and not installed: `pip install 'instep[data]'`.
 
     Example:
@@ -184,7 +187,7 @@ class StreamDataset(Dataset[Any]):
         return [sample for place, sample in enumerate(found) if place not in bad] if bad else found
 
     def _records(self, indices: Array) -> Iterator[tuple[list[int], list[Any]]]:
-        """Yield the records of each file in the file's order, with their positions in `indices`."""
+        """Yield the records of each file, read in the file's order, with their positions in `indices`."""
         order = indices.argsort(kind="stable")
         ordered = indices[order]
         shards = self._ends.searchsorted(ordered, side="right")
@@ -224,8 +227,8 @@ class StreamDataset(Dataset[Any]):
         """Return how many samples this process and its workers left out, and the places of the last ones.
 
         Args:
-            across_ranks: whether to count the samples of all ranks; each rank gets the same result. Then the call is
-                collective.
+            across_ranks: whether to count the samples of all ranks; each rank gets the same result. Then all ranks must
+                call this method.
 
         Example:
             >>> import tempfile, pathlib
@@ -254,7 +257,7 @@ class StreamDataset(Dataset[Any]):
 
     @property
     def lengths(self) -> Array:
-        """Length of each sample by `length`: int32, shape [len]. Found at the first use, then kept in the index.
+        """Length of each sample, from the field `length`: int32, shape [len]. Computed once, then kept in the index.
 
         Raises:
             SettingError: the data set has no `length`, or a record has no such field.
@@ -267,7 +270,7 @@ class StreamDataset(Dataset[Any]):
         return np.concatenate(parts)
 
     def _all(self, shard: int) -> Iterator[Any]:
-        """Yield all records of a file; of a table, only the column of the length."""
+        """Yield all records of a file; for a table, only with the column of the length."""
         count = int(self.counts[shard])
         with closing(self._index.open(self.shards[shard], count, Kept(0), [str(self.length)])) as reader:
             for start in range(0, count, 1024):
@@ -280,7 +283,7 @@ class StreamDataset(Dataset[Any]):
     # ---- methods that instep's loader calls on a data set with its own order
 
     def _instep_order_of(self, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[int]:
-        """Return the order of an epoch: an object with `len` of which slices are lists."""
+        """Return the order of an epoch: an object with `len`, whose slices are lists of indices."""
         lengths = self.lengths if shuffle and self.bucket else None
         return order_from(self._spec(epoch), shuffle, seed, epoch, cycle, lengths)
 

@@ -1,4 +1,4 @@
-"""A stream that several readers read in the same order, divided among them.
+"""Divide a stream among several readers that all read it in the same order.
 
 A reader is one loader worker of a rank, or the rank itself if it has no workers. Each reader reads the whole stream, in
 blocks of one batch, and yields only its own blocks. torch takes batches from the workers in turn, so batch j of rank r
@@ -41,14 +41,15 @@ from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 from instep.utils.warn import warn_user
 
-# First samples that are compared: to see whether readers read the same, and if not, to see which samples they share.
+# Number of first samples that are compared: to see whether all readers read the same samples; if they do not, to see
+# which samples they share.
 AT_FIRST, COMPARED = 16, 256
-_PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}  # seconds; of a slow stream fewer samples are compared
-_MOST_BYTES = 64 << 20  # most bytes of the samples that are kept until then
-_SHARED = 20  # with so many samples, more than one in common is no chance
+_PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}  # maximum seconds; from a slow stream fewer samples are compared
+_MOST_BYTES = 64 << 20  # maximum number of bytes of the samples that are kept for the comparison
+_SHARED = 20  # with this many samples, more than one common sample is not by chance
 _QUIET_AFTER, _WATCH_EVERY = 3, 64  # the same limits as in `instep.data.stream`
 _LOOK_EVERY_S = 0.001
-# report the cost of reading for other ranks from this part of a pass and from this many seconds on
+# the cost of reading for other ranks is reported if it is more than this part of a pass and this many seconds
 _COSTS, _COSTS_S = 0.05, 1.0
 
 _COMMAND, _SEED, _SEED_LOW, _EPOCH, _CYCLE, _SKIP, _STRICT, _HEAD = range(8)
@@ -110,12 +111,12 @@ class _Reader:
         self._ahead: deque[Any] = deque()
         self._bytes = 0
         self._first_state: StateDict = {}
-        self._quiet: float = 0  # consecutive blocks that drew no random numbers
+        self._quiet: float = 0  # number of consecutive blocks that drew no random numbers
 
     # ---- reading
 
     def open(self) -> None:
-        """Start the stream, or continue it from a state."""
+        """Start the stream, or continue it from a restored state."""
         owner, head = self._owner, self._owner.board.head.tolist()
         self.is_open = True
         self._place = head[_EPOCH], head[_CYCLE]
@@ -147,7 +148,7 @@ class _Reader:
             self._first_state["inner"] = copy.deepcopy(self._stateful.state_dict())
 
     def _seeded(self, number: int | str, position: int, watch: bool = False) -> Any:
-        """Seed the generators for a block; in the main process only inside the block."""
+        """Seed the random generators for a block; in the main process, only inside the `with` block."""
         pattern = self._owner.pattern
         own: int | str = 0
         if pattern is not None and not pattern.common and position >= COMPARED:
@@ -166,8 +167,8 @@ class _Reader:
         else:
             with self._seeded(number, self.read, watch=True):
                 items = list(islice(self._items, most))
-                # In the main process the state may be that of the end of the last pass: then the pass starts from the
-                # beginning.
+                # In the main process, the state may be the one from the end of the last pass. Then the pass starts from
+                # the beginning.
                 if not items and not self.read and self._in_main:
                     self._items = self._owner.iterate()
                     items = list(islice(self._items, most))
@@ -190,7 +191,7 @@ class _Reader:
         self._quiet = -math.inf
 
     def _next(self, most: int) -> list[Any]:
-        """Return the next samples; fewer at the end."""
+        """Return the next samples; at the end of the stream there are fewer."""
         items = [self._ahead.popleft() for _ in range(min(most, len(self._ahead)))]
         if len(items) < most and not self.ended:
             items += self._fetch(most - len(items))
@@ -264,7 +265,7 @@ class _Reader:
         return command
 
     def state_dict(self) -> StateDict:
-        """Return a state of the stream, and the number of samples that were read before it."""
+        """Return a state of the stream, and the number of samples that were read before this state."""
         if self._ahead or self._stateful is None:
             return {**copy.deepcopy(self._first_state), "at": self.at}
         return {"read": self.read, "inner": copy.deepcopy(self._stateful.state_dict()), "at": self.at}
@@ -276,10 +277,10 @@ class DividedDataset(IterableDataset[Any]):
     Args:
         source: the user's data set, or a loader whose batches are the units.
         unit: number of samples in a block.
-        board: shared by the readers of this process.
-        shard: this rank among the others.
+        board: table that the readers of this process share.
+        shard: rank and number of ranks that share the data.
         alone: whether the data set sees no workers.
-        restored: result of `state_dict` at which to resume.
+        restored: result of `state_dict`, at which the next pass resumes; None: start from the beginning.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ class DividedDataset(IterableDataset[Any]):
         return type(self.source).__name__
 
     def iterate(self) -> Iterator[Any]:
-        """Iterate over the source again; a loader's workers do not change signal handlers."""
+        """Iterate over the source again; its workers, if it is a loader, do not change signal handlers."""
         iterator, self.started = start_workers(self.source)
         return iterator
 
@@ -340,14 +341,15 @@ class Division:
 
     Args:
         loader: a plain `DataLoader` or torchdata's over iterable data, or any other iterable of batches.
-        shard: this rank among those that share the data.
-        ask: whether the readers are compared. False: they are assumed to read alike, and the data set sees no workers.
+        shard: rank and number of ranks that share the data.
+        ask: whether the readers are compared. False: they are assumed to read the same samples, and the data set sees
+            no workers.
 
     Attributes:
-        pattern: how the readers read alike; None if unknown yet.
+        pattern: which readers read the same samples; None if that is not known yet.
         unit: number of samples in a block; 1 if the units are batches.
         loader: loader of this rank's batches.
-        started: the iterator whose workers `end_workers` ends; None where there are none.
+        started: the iterator whose workers `end_workers` ends; None if there are no workers.
     """
 
     def __init__(self, loader: Any, shard: DataShard, ask: bool = True) -> None:
@@ -376,12 +378,12 @@ class Division:
 
     @property
     def name_of_pattern(self) -> str | None:
-        """Name of the pattern, stored in a state."""
+        """Name of the pattern, which is stored in a state."""
         return None if self.pattern is None else list(PATTERNS)[_ORDER.index(self.pattern)]
 
     @property
     def stateful(self) -> Stateful | None:
-        """Object whose state says more than a position: this object, or torchdata's loader; None if there is none."""
+        """Object that has a state and not only a position: this object, torchdata's loader, or None."""
         if self.workers and not self.is_common:
             return self.loader if isinstance(self.loader, Stateful) else None
         asked = not self.workers or isinstance(self.loader, Stateful)
@@ -402,11 +404,11 @@ class Division:
     # ---- a pass
 
     def start(self, seed: int, place: tuple[int, int], restored: StateDict | None) -> Iterator[Any]:
-        """Start the readers of a pass, which wait for `settle`.
+        """Start the readers of a pass; they wait until `settle` is called.
 
         Args:
             seed: seed of the data.
-            place: epoch and cycle.
+            place: pair of epoch and cycle (restarts of the data within the epoch).
             restored: result of `state_dict` at which to resume.
         """
         head = [_WAIT, seed >> 32, seed & 0xFFFFFFFF, *place, 0, 0]
@@ -423,15 +425,18 @@ class Division:
         return self._timed(iterator) if self._is_timed else iterator
 
     def settle(self, begin: Callable[[Pattern], int], strict: bool, read: int) -> Pattern:
-        """Find out what is divided, if that is unknown, then let the readers start. Collective if it is unknown.
+        """Find out which readers read the same samples, if unknown, and let the readers start.
+
+        If it is unknown, all ranks must call this.
 
         Args:
-            begin: returns the sample that the pass begins with: of the common order, or else of each reader's own.
+            begin: function that returns the sample with which the pass begins, in the common order or each reader's
+                own.
             strict: whether it is an error if the stream ends before that sample.
-            read: the sample that the readers stand at now.
+            read: number of the sample at which the readers are now.
 
         Raises:
-            DataError: it cannot be found out what is divided.
+            DataError: it cannot be found out which readers read the same samples.
         """
         if self.pattern is None:
             self.pattern = self._compare()
@@ -464,7 +469,7 @@ class Division:
             yield batch
 
     def end_pass(self) -> None:
-        """Report once, on rank 0, the cost of all ranks reading everything, if it is a notable part of the pass."""
+        """Warn once, on rank 0, that all ranks read the whole stream, if that is a notable part of a pass."""
         if not self._is_timed or self.pattern is None:
             return
         self._is_timed, ranks = False, self.shard.world_size if self.pattern.ranks else 1
@@ -478,7 +483,7 @@ class Division:
             )
 
     def _tell_of_reading(self, left: int) -> None:
-        self._first(AT_FIRST)  # this first reading shows how long reading takes
+        self._first(AT_FIRST)  # reads some samples, which shows how long reading takes
         timed = [(int(row[_READ_NS]), int(row[_COUNT])) for row in self._board.rows if row[_COUNT]]
         seconds = max((took / samples for took, samples in timed), default=0.0) * left / 1e9
         what = "samples" if self.loader is not self._stream else "batches"
@@ -491,7 +496,7 @@ class Division:
     # ---- comparing
 
     def _first(self, most: int) -> list[_First]:
-        """Return the first samples of this process's readers, at most `most`; wait for the workers."""
+        """Return the first samples of this process's readers, at most `most` from each; wait for the workers."""
         rows = self._board.rows
         if not self.workers:
             self._stream.reader.read_first(most)
@@ -504,7 +509,7 @@ class Division:
 
     def _check_workers(self) -> None:
         """Raise the error of a worker that failed before it read anything."""
-        if not self.started._data_queue.empty():  # no batch was requested yet, so what waits in the queue is an error
+        if not self.started._data_queue.empty():  # no batch was requested yet, so the queue can only hold an error
             self.give_up()
             for _ in self._iterator:
                 pass
@@ -512,7 +517,7 @@ class Division:
             raise RuntimeError("a DataLoader worker ended before it had read a sample")
 
     def _everyone(self, most: int) -> list[list[_First]]:
-        """Return the first samples of each rank's readers. Collective."""
+        """Return the first samples of each rank's readers; all ranks must call this."""
         mine, error = [], None
         try:
             mine = self._first(most)
@@ -564,16 +569,16 @@ class _First(NamedTuple):
 
 
 def gives_samples(loader: Any) -> bool:
-    """Return whether a loader can be rebuilt over a part of its samples; if not, its batches are divided."""
+    """Return True if a loader can be rebuilt over a part of its samples; otherwise its batches are divided."""
     known = type(loader) is DataLoader or type(loader).__module__.startswith("torchdata.stateful_dataloader")
     return known and isinstance(loader.dataset, IterableDataset)
 
 
 def by_shards(loader: Any, shard: DataShard) -> Any | None:
-    """Return a loader over a rank's share of files in a Hugging Face stream; None for any other data.
+    """Return a loader over a rank's own files of a Hugging Face stream; None for any other data.
 
-    Each rank then reads only what it uses. But positions belong to each rank's own share, so they fit this number of
-    ranks only.
+    Each rank then reads only what it uses. But positions belong to each rank's own files, so they are valid for this
+    number of ranks only.
     """
     dataset: Any = loader.dataset if gives_samples(loader) else None
     if not type(dataset).__module__.startswith("datasets.") or getattr(dataset, "_distributed", None) is not None:
@@ -586,7 +591,7 @@ def by_shards(loader: Any, shard: DataShard) -> Any | None:
 
 
 def _alike(readers: Sequence[_First]) -> bool:
-    """Return whether readers start with the same samples, up to the shortest reader."""
+    """Return True if readers start with the same samples, compared up to the shortest reader."""
     shortest, longest = (of(len(one.digests) for one in readers) for of in (min, max))
     ends = any(one.ended and len(one.digests) < longest for one in readers)
     heads = {tuple(one.digests[:shortest]) for one in readers}
@@ -594,13 +599,13 @@ def _alike(readers: Sequence[_First]) -> bool:
 
 
 def _apart(readers: Sequence[_First]) -> bool:
-    """Return whether no two readers share samples, apart from chance repetitions in the data."""
+    """Return True if no two readers share samples, apart from samples that occur several times in the data."""
     sets = [set(one.digests) for one in readers]
     return all(_SHARED * len(one & other) <= min(len(one), len(other)) for one, other in combinations(sets, 2))
 
 
 def _states_in(state: Any) -> Iterator[StateDict]:
-    """Find the readers' states inside a state of torchdata."""
+    """Yield the readers' states inside a state of torchdata's loader."""
     if isinstance(state, dict):
         if state.keys() == {"read", "inner", "at"}:
             yield state

@@ -1,4 +1,4 @@
-"""Readers of one shard each: the number of its records, where each record is, and the records at given places.
+"""Read single shards: the number of records, the place of each record, and the records at given places.
 
 Shards are not trusted. Nothing in them is run as code or followed as a path, each record has a limit of bytes, and a
 record that cannot be read becomes a `BadRecord`.
@@ -24,15 +24,15 @@ import numpy as np
 from instep.utils.imports import require
 from instep.utils.untrusted_files import open_regular
 
-_SCANNED_BYTES = 8 * 2**20  # bytes that one read takes from a file of lines
-_AHEAD_BYTES = 4 * 2**20  # bytes around a record that the system is asked to read ahead
-_PIECE_BYTES = 2**20  # bytes that one read takes from a column of a Parquet file
-_BLOCK = 512  # bytes of a block in a tar file
-_PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # types of members that are a plain file
-# A kept group is old after _TURNS x (number of kept groups) requests for others. With random requests, a group in use
-# seems old about once in 10 million (e^-16).
+_SCANNED_BYTES = 8 * 2**20  # number of bytes in one read from a file of lines
+_AHEAD_BYTES = 4 * 2**20  # number of bytes around a record that the system is asked to read ahead
+_PIECE_BYTES = 2**20  # number of bytes in one read from a column of a Parquet file
+_BLOCK = 512  # number of bytes in a block of a tar file
+_PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # types of tar members that are plain files
+# A kept group of rows is dropped after _TURNS x (number of kept groups) requests for other groups. With random
+# requests, a group that is still in use is dropped about once in 10 million requests (e^-16).
 _TURNS = 16
-_GROUP_BYTES = 2**31 - 1  # most bytes of a row group, since one array of texts can hold no more
+_GROUP_BYTES = 2**31 - 1  # maximum number of bytes in a row group, since one array of texts can hold no more
 
 Array = np.ndarray[Any, Any]
 
@@ -42,7 +42,7 @@ class BadRecord(Exception):
 
 
 class Reader(ABC):
-    """An open shard.
+    """Open shard, from which records are read.
 
     Args:
         path: path of the file on this machine.
@@ -50,7 +50,7 @@ class Reader(ABC):
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
-        # Closes a reader that nobody closes, such as that of a worker that ends.
+        # Closes the file if nobody calls `close`, such as in a worker that ends.
         weakref.finalize(self, self._file.close)
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Reader(ABC):
 
     @abstractmethod
     def place(self, row: int) -> str:
-        """Describe where in the file a record is."""
+        """Describe the place of a record in the file."""
 
     def close(self) -> None:
         """Close the file."""
@@ -67,12 +67,12 @@ class Reader(ABC):
 
 
 class Ranges(Reader):
-    """Records one behind the other: record i is the bytes from `starts[i]` to `starts[i + 1]`.
+    """Shard whose records follow each other: record i is the bytes from `starts[i]` to `starts[i + 1]`.
 
     Args:
         path: path of the file on this machine.
         starts: result of `scan`.
-        most: most bytes that a record may have.
+        most: maximum number of bytes in a record.
     """
 
     def __init__(self, path: Path, starts: Array, most: int) -> None:
@@ -102,7 +102,7 @@ class Ranges(Reader):
         return raw[:before], raw[before:]
 
     def _read_ahead(self, part: int) -> None:
-        """Ask the system to load the part of the file with a record and the next part, since a window is near."""
+        """Ask the system to load a part of the file and the next part, since a window's records are close together."""
         if part in self._advised or not hasattr(os, "posix_fadvise"):
             return
         self._advised.add(part)
@@ -114,7 +114,7 @@ class Ranges(Reader):
     @classmethod
     @abstractmethod
     def scan(cls, path: Path, most: int) -> Array:
-        """Return where each record starts, and the end of the last one.
+        """Return the byte at which each record starts, and the byte after the last record.
 
         Raises:
             ValueError: a record has more than `most` bytes.
@@ -125,13 +125,13 @@ class Ranges(Reader):
 
 
 class Text(Ranges):
-    """Lines of text in UTF-8; each is a record without its line end."""
+    """Shard of text lines in UTF-8; each line is a record, without its line end."""
 
     keeps_blank = True
 
     @classmethod
     def scan(cls, path: Path, most: int) -> Array:
-        """Return where each line starts, and the end of the last."""
+        """Return the byte at which each line starts, and the byte after the last line."""
         found = [np.zeros(1, np.int64)]
         with open_regular(path) as file:
             at, last = 0, b"\n"
@@ -150,7 +150,7 @@ class Text(Ranges):
 
 
 class JsonLines(Text):
-    """Lines of JSON, each a record; blank lines are skipped."""
+    """Shard of JSON lines; each line is a record, and blank lines are skipped."""
 
     keeps_blank = False
 
@@ -164,15 +164,15 @@ class JsonLines(Text):
 
 
 class Tar(Ranges):
-    """Groups of files in a tar archive, as in WebDataset: neighboring members with one base name.
+    """Tar archive with groups of files, as in WebDataset: neighboring members with the same base name are a record.
 
-    A record is a dict: `__key__`, the name up to the first dot of its last part, and the content of each member by what
-    comes after that dot. Folders, links and devices are left out; nothing is written to the disk.
+    A record is a dict: `__key__` is the member's name up to the first dot of its last part; the content of each member
+        has the text after that dot as its key. Folders, links and devices are left out; nothing is written to the disk.
     """
 
     @classmethod
     def scan(cls, path: Path, most: int) -> Array:
-        """Return where each group starts, and the end of the last."""
+        """Return the byte at which each group starts, and the byte after the last group."""
         found: list[int] = []
         with open_regular(path) as file, tarfile.open(fileobj=io.BufferedReader(file), mode="r:") as archive:
             key, end = None, 0
@@ -207,7 +207,7 @@ class Tar(Ranges):
 
 
 def _members(raw: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Split the bytes of some members; if one is not a plain file, tarfile does it."""
+    """Yield the tar members in some bytes, each with its content; if one is not a plain file, tarfile reads them."""
     at, plain = 0, []
     while at + _BLOCK <= len(raw):
         member = tarfile.TarInfo.frombuf(raw[at : at + _BLOCK], "utf-8", "surrogateescape")
@@ -223,7 +223,7 @@ def _members(raw: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 def _key_of(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """Return the base name and the rest of a member's name; None for a member that belongs to no record.
+    """Return the base name of a member and the rest of its name; None if the member belongs to no record.
 
     Raises:
         tarfile.ReadError: the member is a sparse file, or its name leads out of the folder.
@@ -240,25 +240,25 @@ def _key_of(member: tarfile.TarInfo) -> tuple[str, str] | None:
 
 
 class Table(Reader):
-    """Rows of a table that is read group by group; the groups that were read last are kept, up to some bytes.
+    """Shard with a table that is read in groups of rows; the groups that were read last are kept in memory.
 
     A record is a dict of its columns. A list of numbers becomes a numpy array; any other value is what pyarrow converts
     it to.
 
     Args:
         path: path of the file on this machine.
-        kept: the groups that were read last.
-        columns: columns that are read; None: all.
+        kept: the groups of rows that were read last.
+        columns: names of the columns that are read; None: all columns.
     """
 
     bounds: Array  # number of the first row of each group; last, the number of all rows
 
     @abstractmethod
     def load(self, number: int) -> Any:
-        """Read a group as a record batch."""
+        """Read a group of rows as a record batch of pyarrow."""
 
     def group(self, number: int) -> Group:
-        """Read a group."""
+        """Read a group of rows."""
         return Group(self._pyarrow, self.load(number))
 
     def __init__(self, path: Path, kept: Kept, columns: Sequence[str] | None) -> None:
@@ -286,7 +286,7 @@ class Table(Reader):
         return found
 
     def _one_by_one(self, group: Group, rows: list[int]) -> Iterator[Any]:
-        """Yield the rows of a group of which some rows cannot be read."""
+        """Yield rows of a group one by one, since some of them cannot be read; such a row is a `BadRecord`."""
         for row in rows:
             try:
                 yield group.read([row])[0]
@@ -308,14 +308,15 @@ class Parquet(Table):
     def __init__(self, path: Path, *rest: Any) -> None:
         super().__init__(path, *rest)
         parquet = require("pyarrow.parquet", extra="data", purpose=f"reading {path.name}")
-        # not self._file, since each read of it would go through Python; small pieces stay in the processor's cache
+        # The path is given, since each read of `self._file` would go through Python. Small pieces stay in the
+        # processor's cache.
         self._table = parquet.ParquetFile(str(path), pre_buffer=False, buffer_size=_PIECE_BYTES)
         facts = self._table.metadata
         sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
         self.bounds = np.cumsum([0, *sizes])
 
     def _read_ahead(self, number: int) -> None:
-        """Ask the system to load a group that is likely to be read next."""
+        """Ask the system to load a row group that is likely to be read next."""
         if number == self._table.num_row_groups or not hasattr(os, "posix_fadvise"):
             return
         group = self._table.metadata.row_group(number)
@@ -358,7 +359,7 @@ class Arrow(Table):
             file = ipc.open_file(self._map)
             self._get = file.get_batch
             sizes = [self._get(number).num_rows for number in range(file.num_record_batches)]
-        except pyarrow.ArrowInvalid:  # the data is not the file format; the stream format has no list of its batches
+        except pyarrow.ArrowInvalid:  # the file has the stream format, which has no list of its batches
             self._map.seek(0)
             batches = list(ipc.open_stream(self._map))
             self._get = batches.__getitem__
@@ -376,11 +377,11 @@ class Arrow(Table):
 
 
 class Group:
-    """Rows that were decoded together; each requested row becomes a dict of its columns.
+    """Group of rows that were decoded together; each requested row becomes a dict of its columns.
 
     Args:
-        pyarrow: the package.
-        batch: a record batch.
+        pyarrow: the package pyarrow.
+        batch: record batch of pyarrow.
     """
 
     def __init__(self, pyarrow: Any, batch: Any) -> None:
@@ -395,10 +396,10 @@ class Group:
 
 
 class Kept:
-    """The groups of rows that were read last, of all shards of a process, up to some bytes.
+    """Groups of rows that were read last, of all shards of a process, up to a number of bytes.
 
-    A window requests its groups in turn. A group that was not requested for long belongs to an earlier window, so it is
-    dropped at once and its memory is used again.
+    The records of a window request its groups in turn. A group that was not requested for long belongs to an earlier
+    window, so it is dropped at once and its memory is used again.
     """
 
     def __init__(self, most: int) -> None:
@@ -429,7 +430,7 @@ class Kept:
         del self._used[key]
 
     def drop(self, reader: Any) -> None:
-        """Forget the groups of a reader."""
+        """Drop the groups of a reader."""
         for key in [key for key in self._groups if key[0] is reader]:
             self._forget(key)
 
@@ -439,7 +440,7 @@ TABLES: dict[str, type[Table]] = {"parquet": Parquet, "arrow": Arrow}
 
 
 def _getter(pyarrow: Any, column: Any) -> Callable[[list[int]], Iterable[Any]]:
-    """Return a function that reads values of a column; for common types it builds no Arrow array of them."""
+    """Return a function that reads values of a column, for common types without building an Arrow array."""
     types, kind = pyarrow.types, column.type
     text = types.is_string(kind) or types.is_large_string(kind)
     if column.null_count:
@@ -470,7 +471,7 @@ def _any_values(pyarrow: Any, column: Any, rows: list[int]) -> list[Any]:
 
 
 def _lists(numbers: Array, places: Array) -> Callable[[list[int]], Iterable[Array]]:
-    """Return a function that copies lists of numbers, since a view would keep the whole group in memory."""
+    """Return a function that copies lists of numbers out of a group, since a view would keep the group in memory."""
     size = int(places[1] - places[0]) if len(places) > 1 else 0
     if size and (np.diff(places) == size).all():
         matrix = numbers[int(places[0]) : int(places[-1])].reshape(-1, size)

@@ -1,6 +1,6 @@
-"""Index of a shard: its number of records and where each starts, found once and kept.
+"""Index of a shard: the number of its records and the place of each record, found once and stored.
 
-Each shard has a file `<key>.json` in the index folder; if its records lie one behind the other, it has `<key>.npy` too.
+Each shard has a file `<key>.json` in the index folder; if its records follow each other, it has `<key>.npy` too.
 The key is a digest of the path, the size and the time of change (or ETag). So an index is never used for another file,
 or for the same file after a change. The JSON file is written last, so a reader that finds it finds both files. A
 damaged index is made again.
@@ -28,7 +28,7 @@ from instep.utils.imports import require
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
 _VERSION = 1
-_LENGTHS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\.npy")  # names that `_name_of_lengths` makes
+_LENGTHS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\.npy")  # names that `_name_of_lengths` returns
 
 
 def default_cache() -> Path:
@@ -37,12 +37,12 @@ def default_cache() -> Path:
 
 
 class Index:
-    """Indices of shards in a folder, which are read or made, and the readers that use these indices.
+    """The indices of shards in a folder: read or make them, and open shards with them.
 
     Args:
-        cache: the folder; `index` and `copies` in it are used.
+        cache: folder that has or gets the folders `index` and `copies`.
         options: options for the file system of fsspec.
-        most: most bytes that a record may have.
+        most: maximum number of bytes in a record.
     """
 
     def __init__(self, cache: Path, options: Mapping[str, Any], most: int) -> None:
@@ -50,11 +50,11 @@ class Index:
         self._options, self._most = options, most
 
     def counts(self, shards: Sequence[Shard], given: Sequence[int] | None) -> list[int]:
-        """Return the number of records in each shard; count shards that are not counted yet.
+        """Return the number of records in each shard; count the shards that have not been counted yet.
 
         Args:
             shards: the shards.
-            given: the numbers that the user gives; they are compared with the index, and with each file when it is
+            given: numbers of records from the user; they are compared with the index, and with each file when it is
                 opened.
 
         Raises:
@@ -90,16 +90,16 @@ class Index:
         return count
 
     def open(self, shard: Shard, count: int, kept: Kept, columns: Sequence[str] | None) -> Reader:
-        """Open a shard.
+        """Open a shard for reading its records.
 
         Args:
             shard: the shard.
             count: number of records that the shard must have.
             kept: the groups of rows that were read last.
-            columns: columns of a table that are read; None: all.
+            columns: names of a table's columns that are read; None: all columns.
 
         Raises:
-            DataError: the shard cannot be read, or has another number of records.
+            DataError: the shard cannot be read, or does not have `count` records.
         """
         kind = RANGES.get(shard.format)
         with _naming(shard):
@@ -115,13 +115,13 @@ class Index:
         return reader
 
     def lengths(self, shard: Shard, count: int, field: str, records: Callable[[], Iterator[Any]]) -> Array:
-        """Return the length of each record in a shard, from the index; if it has none, read the shard.
+        """Return the length of each record in a shard, from the index; if the index does not have it, read the shard.
 
         Args:
             shard: the shard.
             count: number of records in the shard.
-            field: the column or field that has the length: a number, or what has one by `len`.
-            records: gives the records, or dicts with the field alone.
+            field: name of the column or field that is the length, or whose `len` is the length.
+            records: function that returns the records, or dicts with only this field.
         """
         name = _name_of_lengths(shard, field)
         kept = self._load(name, (count,), np.int32)
@@ -136,15 +136,15 @@ class Index:
         return [_name_of_lengths(shard, field) for shard in shards]
 
     def kept_lengths(self, names: Sequence[str], counts: Sequence[int]) -> Array:
-        """Return the lengths in some files of the index, joined in order.
+        """Return the lengths in several files of the index, joined in order.
 
         Args:
-            names: names of the files, which anybody may have written.
-            counts: the number of lengths in each.
+            names: names of the files, which may come from a stranger.
+            counts: number of lengths in each file.
 
         Raises:
             ValueError: a name is not one that `names_of_lengths` makes.
-            DataError: a file is not there, or does not hold so many lengths.
+            DataError: a file is missing, or does not hold that many lengths.
         """
         found: list[Array] = []
         for name, count in zip(names, counts, strict=True):
@@ -216,7 +216,7 @@ class Index:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let one process of a machine count while the others wait; these then read the result."""
+        """Let only one process of a machine count at a time; the next ones find the result."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             import fcntl  # imported late, since not every platform has it

@@ -1,4 +1,4 @@
-"""The samples of an optimizer step, computed afterwards from the seed and the position alone.
+"""Compute afterwards which samples an optimizer step had, from the seed and the position alone.
 
 A fit writes one line into `samples.jsonl` of its run folder when it begins. It writes a further line only if an epoch
 does not begin at the step that the last line implies: when the batches, the accumulation or the ranks change. A line
@@ -29,20 +29,20 @@ from instep.utils.checks import is_int
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 NAME = "samples.jsonl"
-# name of a file beside `samples.jsonl` that holds the spec of an order
+# name of a file beside `samples.jsonl` that describes an order
 _ORDER = re.compile(r"samples-[0-9a-f]{16}\.json")
 _MOST_BYTES = 2**26
 
 
 def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulate: int | None) -> None:
-    """Write how the training data is divided from this step on, if the last line does not imply it.
+    """Write a line on how the training data is divided from this step on, unless the last line implies it.
 
     Args:
         folder: the run folder.
-        source: the training data, at the position.
+        source: the training data, at its position.
         epoch: the epoch that begins or goes on.
-        batch: number of batches of the epoch that are done.
-        step: number of optimizer steps that are done.
+        batch: number of finished batches of the epoch.
+        step: number of finished optimizer steps.
         accumulate: number of batches in an optimizer step; None if unknown.
     """
     if "INSTEP_REPLAY" in os.environ:
@@ -106,7 +106,7 @@ _PLACE = ("step", "epoch", "batch", "done", "batches")
 
 
 def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
-    """Return whether a line says nothing that the last line does not imply."""
+    """Return True if a line has no information that the last line does not imply."""
     if {**last, **dict.fromkeys(_PLACE)} != {**line, **dict.fromkeys(_PLACE)}:
         return False
     if "unknown" in line or line["accumulate"] is None:
@@ -119,13 +119,13 @@ def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
 
 
 def _windows(line: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of optimizer steps in the rest of a line's epoch, and in each later epoch."""
+    """Return the number of optimizer steps in the remainder of a line's epoch, and in each later epoch."""
     rest, every = line["batches"] - line["batch"], line["accumulate"]
     return -(-rest // every), -(-line["epoch_batches"] // every)
 
 
 def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cache: str | None = None) -> dict[str, Any]:
-    """Return `samples_of` for the first folder that has a ledger, for one rank or all.
+    """Return the result of `samples_of` for the first folder that has a ledger, for one rank or all ranks.
 
     "run" is that folder, and "skipped" lists the folders before it, which have no ledger.
 
@@ -163,19 +163,19 @@ def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """Find the samples of an optimizer step.
+    """Find the samples of an optimizer step, by rank.
 
     Args:
         folder: the run folder.
-        step: the step, from 1: the one after which `global_step` is this number.
+        step: number of the step, from 1; `global_step` has this value after the step.
         cache: the stream's `cache`, needed if the stream has buckets, whose lengths are kept there; None: the default.
 
     Returns:
-        `step`, `epoch`, and `batches`: for each rank and batch its number and `samples`, the indices that counted; with
-        `places`, the file and record of each, where the data is a stream.
+        `step`, `epoch`, and `batches`: for each rank and batch its number, and in `samples` the indices that counted.
+        If the data is a stream, `places` has the file and record of each sample.
 
     Raises:
-        DataError: the folder does not show the samples; the text has the reason.
+        DataError: the folder does not show the samples; the message has the reason.
     """
     path = folder / NAME
     reached: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A loader of a stream that is divided over ranks and workers, and can resume with another number of them."""
+"""Loader of a stream that is divided over ranks and workers, and resumes with other numbers of ranks and workers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from instep.types import StateDict, Stateful
 
 
 class DividedLoader(StreamLoader):
-    """Batches of a stream without a reliable length; if its readers read the same samples, each sample is given once.
+    """Batches of a stream without a reliable length; if all readers read the same samples, each sample is used once.
 
-    A single process without workers iterates the loader unchanged. Only if the position lies within one of its batches
-    does it skip by samples.
+    A single process without workers iterates over the loader unchanged. It skips single samples only if it resumes from
+    a position inside one of the loader's batches.
 
     Args:
         loader: a `DataLoader` over iterable data, or any other iterable of batches.
-        shard: this rank among those that share the data.
-        ask: whether the readers are compared. False: they read alike.
-        sizes: returns the estimate and the limit for a stream that is divided over the ranks, or for one that is not.
-        uneven: what is done where each rank has batches of its own, as in `StreamLoader`.
+        shard: rank and number of ranks that share the data.
+        ask: whether the readers are compared. False: they are assumed to read the same samples.
+        sizes: function that returns the estimate and the limit of the length, if the ranks divide the stream or not.
+        uneven: what happens if each rank has batches of its own and one ends first, as in `StreamLoader`.
         stateful: the loader or data set with a state of its own; None if there is none.
-        frozen: whether every epoch has the random numbers of the first one.
+        frozen: whether every epoch has the random numbers of the first epoch.
         rewinds: as in `StreamLoader`.
     """
 
@@ -76,7 +76,7 @@ class DividedLoader(StreamLoader):
         return division
 
     def _adopt(self, division: Division) -> None:
-        """Apply the pattern that was found."""
+        """Apply the pattern that the comparison of the readers found."""
         assert division.pattern is not None
         self.common = division.is_common
         self.stateful = division.stateful if self._resumable else None
@@ -92,7 +92,7 @@ class DividedLoader(StreamLoader):
 
     @property
     def _step(self) -> int:
-        """Units of the common order that all ranks take in a step."""
+        """Number of units of the common order that all ranks together take in a step."""
         return self._unit * self.world_size
 
     @property
@@ -150,7 +150,7 @@ class DividedLoader(StreamLoader):
         self._origin = self.first_batch * self._step
 
     def _load_position(self, state: StateDict) -> None:
-        """Go to a position in the common order, reached with any numbers of ranks and workers."""
+        """Go to a position in the common order; it may come from other numbers of ranks and workers."""
         division = self._division or self._divide()
         position: int = state["position"]
         found = division.pattern
@@ -183,7 +183,7 @@ class DividedLoader(StreamLoader):
             super()._start(resume, position)
             return
         place = (0, 0) if self.frozen else (self.epoch, self.cycle)
-        # the readers have their own random streams
+        # The readers seed their own random numbers, so this stream is for collating only.
         self._random = RandomStream(self.seed, "collate", self.rank, *place)
         state = resume.get("state")
         by_loader = state is not None and self.stateful is division.loader

@@ -18,7 +18,7 @@ Weights = Sequence[float] | Mapping[int, Sequence[float]]
 
 
 class StreamMixture(Dataset[Any]):
-    """Mixture of several data sets; in any short part of the run, each has its share of the samples.
+    """Mixture of several data sets; in any short part of the run, each data set has its share of the samples.
 
     Each block of 1,024 samples has every source in its exact proportion, in a random sequence. A source makes passes of
     its own, which continue from one epoch of the mixture to the next: each of its samples comes once before any sample
@@ -28,18 +28,18 @@ class StreamMixture(Dataset[Any]):
     instep's loader, the indices from 0 to `len` are the places of the first epoch.
 
     Args:
-        datasets: at most 20 sources, each a `StreamDataset` or other map-style data, which is shuffled as a whole.
-        weights: one for each data set, in any unit; or by phase, such as `{0: [7, 3], 50_000: [1, 1]}`: the
-            position of the run at which each phase begins, to the nearest block, and its weights. A weight of 0
-            leaves a source out of a phase.
-        size: number of samples in an epoch; None: so many that the source that is used up first, by the first
-            phase's weights, is passed through once.
+        datasets: at most 20 sources, each a `StreamDataset`, or other map-style data, which is shuffled as a whole.
+        weights: one weight for each data set, in any unit; or weights by phase, such as `{0: [7, 3], 50_000: [1, 1]}`:
+            the position in the run at which a phase begins (rounded to a block), and its weights. A weight of 0 leaves
+            a source out of a phase.
+        size: number of samples in an epoch; None: so many that, with the first phase's weights, one source is read
+            exactly once and no source is read more than once.
         measure: "samples", or "tokens": weights are then shares of the tokens, and positions of phases are counted in
-            tokens, by the mean length of each source.
-        lengths: with "tokens": the mean length of each source; None: of streams with `length`, by their index.
+            tokens, both by the mean length of each source.
+        lengths: with "tokens": mean length of each source; None: taken from the index of streams with `length`.
 
     Raises:
-        SettingError: a weight is wrong, a data set is empty, or its lengths are not known.
+        SettingError: a weight is wrong, a data set is empty, or the lengths are not known.
 
     Example:
         >>> mixture = StreamMixture([list("abcdefgh"), list("xyz")], weights=[3, 1], size=1024)
@@ -100,7 +100,7 @@ class StreamMixture(Dataset[Any]):
         return self.datasets[source][own]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        """Return the samples of a batch, read source by source."""
+        """Return the samples of a batch; they are read source by source."""
         pairs = [self._pair(index) for index in indices]
         order = sorted(range(len(pairs)), key=lambda place: pairs[place][0])
         found: list[tuple[int, Any]] = []
@@ -113,7 +113,7 @@ class StreamMixture(Dataset[Any]):
         return [sample for _, sample in sorted(found, key=lambda each: each[0])]
 
     def _pair(self, index: Any) -> tuple[int, int]:
-        """Return a place's source and its index there; a plain number is a place of the first epoch under seed 0."""
+        """Return a sample's source and its index there; a plain number is a place in the first epoch under seed 0."""
         if isinstance(index, tuple):
             return index
         if not self._first:
@@ -121,7 +121,7 @@ class StreamMixture(Dataset[Any]):
         return self._first[index]
 
     def describe_sample(self, index: Any) -> str:
-        """Return where a sample is, for a message."""
+        """Return the place of a sample, for a message."""
         source, own = self._pair(index)
         described = getattr(self.datasets[source], "describe_sample", None)
         return f"sample {own} of data set {source}" if described is None else described(own)
@@ -144,7 +144,7 @@ class StreamMixture(Dataset[Any]):
         return {"digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
     def _instep_go_on(self, mark: Any, epoch: int) -> None:
-        """Continue an interrupted epoch.
+        """Continue an interrupted epoch, after checking that its order is the same.
 
         Raises:
             DataError: the sources, the size, or weights of phases that have begun by the epoch's end have changed.
@@ -167,7 +167,7 @@ def _spec(dataset: Any) -> dict[str, Any]:
 
 
 def _phases(phases: Sequence[tuple[int, Sequence[float]]], means: Sequence[float]) -> list[tuple[int, list[float]]]:
-    """Return the positions, in samples of the run, at which shares change, each with the new shares."""
+    """Return the positions in the run, in samples, at which the shares change, each with the new shares."""
     found: list[tuple[int, list[float]]] = []
     position = 0.0
     for number, (start, weights) in enumerate(phases):

@@ -1,4 +1,4 @@
-"""Shuffled orders that are never stored: any part of them is computed when it is needed."""
+"""Shuffled orders that are never stored: any part of an order is computed when it is needed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from instep.utils.seed import derive_seed
 
-BLOCK = 1024  # samples of a mixture in which each source has its exact proportion
-MOST_SOURCES = 20  # most sources; with more sources, a block would have no room for the remainder of each
-_WINDOWS = 4  # windows kept, for ranks simulated in one process and for a batch across two windows
+BLOCK = 1024  # number of samples of a mixture in which each source has its exact proportion
+MOST_SOURCES = 20  # maximum number of sources; with more, a block would have no room for the remainder of each
+_WINDOWS = 4  # number of windows kept, for ranks simulated in one process and for a batch across two windows
 
 
 class LazyOrder(Sequence[Any]):
@@ -51,9 +51,9 @@ class WindowOrder(LazyOrder):
     Args:
         counts: number of samples in each shard; sample i of shard s has the index `sum(counts[:s]) + i`.
         window: number of samples that are permuted together.
-        *parts: what the draw is derived from, such as seed and epoch.
-        lengths: length of each sample. The samples of a window are sorted by it before they are cut into buckets.
-        bucket: number of samples in a bucket; the buckets of a window come in a drawn sequence. 0: there are none.
+        *parts: numbers and texts from which the draw is derived, such as seed and epoch.
+        lengths: length of each sample; the samples of a window are sorted by length before they are cut into buckets.
+        bucket: number of samples in a bucket; the buckets of a window come in a random sequence. 0: no buckets.
 
     Example:
         >>> order = WindowOrder([3, 2], 2, 0)
@@ -107,18 +107,18 @@ class WindowOrder(LazyOrder):
 
 
 class MixtureOrder(LazyOrder):
-    """Order of an epoch over several sources; each has its share of every block of 1,024 samples.
+    """Order of an epoch over several sources; each source has its share of every block of 1,024 samples.
 
-    An index is a pair: the source, and the index there.
+    An index is a pair: the number of the source, and the index in the source.
 
     Positions, and the passes of each source, are counted over all epochs. Each pass has a new order.
 
     Args:
-        spec: description of the mixture: `sources`, the specs of their orders; `phases`, pairs of a position
-            and the shares from there on; `size`, samples of an epoch.
-        shuffle: whether the sources are shuffled; their sequence is drawn in any case.
-        seed: seed of all draws.
-        epoch: the epoch.
+        spec: description of the mixture: `sources`, the specs of the sources' orders; `phases`, pairs of a position and
+            the shares from that position on; `size`, the number of samples in an epoch.
+        shuffle: whether the samples of the sources are shuffled; the sequence of the sources is drawn in any case.
+        seed: seed of all random draws.
+        epoch: number of the epoch.
     """
 
     def __init__(self, spec: dict[str, Any], shuffle: bool, seed: int, epoch: int) -> None:
@@ -185,12 +185,12 @@ def order_from(
     """Make the order that a spec of JSON values describes.
 
     Args:
-        spec: `files`, pairs of a name and a count, and `window`, with buckets also `bucket`; or the spec of
-            a `MixtureOrder`.
+        spec: `files`, pairs of a name and a count, and `window`; with buckets also `bucket`. Or the spec of a
+            `MixtureOrder`.
         shuffle: whether samples are shuffled; False keeps their sequence.
         seed: seed of the draw, together with the epoch and the cycle.
         epoch: the epoch.
-        cycle: how often the data was started again within the epoch.
+        cycle: how often the data has been started again within the epoch.
         lengths: with buckets: the length of each sample.
     """
     if "sources" in spec:

@@ -1,4 +1,4 @@
-"""Fixed windows of tokens, packed from the sequences of a stream block by block."""
+"""Pack the sequences of a stream into windows of a fixed number of tokens, block by block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instep.errors import DataError, SettingError
 from instep.streams.order import order_from
 from instep.utils.checks import at_least
 
-_KEPT = 4  # blocks whose windows are kept
+_KEPT = 4  # number of blocks whose windows are kept in memory
 
 
 class PackedStream(PackedDataset):
@@ -28,9 +28,9 @@ class PackedStream(PackedDataset):
 
     Args:
         dataset: a `StreamDataset` whose samples are sequences of token ids.
-        lengths: length of each sequence, in tokens; None: the data set's `lengths`.
+        lengths: length of each sequence, in tokens; None: the `lengths` of the data set.
         size: number of tokens in a window.
-        padding: the token after the last sequence.
+        padding: token that fills a window after its last sequence.
         block: number of sequences that are packed together.
 
     Raises:
@@ -56,7 +56,7 @@ class PackedStream(PackedDataset):
         self.windows: Any = _Windows(found, self.size, at_least(1)("block", block))
 
     def describe_sample(self, index: int) -> str:
-        """Return where the sequences of a window are, for a message."""
+        """Return the places of the sequences of a window, for a message."""
         described = getattr(self.dataset, "describe_sample", lambda sequence: f"sequence {sequence}")
         return "; ".join(described(sequence) for sequence in self.windows[index])
 

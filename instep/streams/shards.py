@@ -1,4 +1,4 @@
-"""Shards of a stream: files with records, local or remote, and the local copies that are read."""
+"""Find the shards of a stream (local or remote files of records), and copy those that cannot be read in place."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ FORMATS = tuple(dict.fromkeys(_SUFFIXES.values()))
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
 Result = TypeVar("Result")
-AT_ONCE = 16  # shards that are inspected or counted at the same time
+AT_ONCE = 16  # number of shards that are inspected or counted at the same time
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of records, with the facts found about it.
+    """A file of records, with its size and the time of its last change.
 
     Attributes:
         url: path or URL of the file, as the user wrote it.
         format: one of `FORMATS`.
         size: bytes of the file.
-        stamp: text that changes when the file does: its time of change, or the ETag of an object.
+        stamp: text that changes when the file changes: the time of change, or the ETag of an object.
     """
 
     url: str
@@ -58,7 +58,7 @@ class Shard:
 
     @property
     def is_local(self) -> bool:
-        """Whether the file is read in place."""
+        """Whether the file is read in place, without a copy."""
         return not (_is_remote(self.url) or self.url.endswith(_COMPRESSED))
 
 
@@ -68,13 +68,13 @@ def find_shards(
     """Find the size and stamp of each file.
 
     Args:
-        shards: a path or URL, or several; one with `*`, `?` or `[` stands for the sorted files that fit it.
-        format: format of all files; None: by the suffix of each file.
+        shards: a path or URL, or several; a path with `*`, `?` or `[` means all files that match it, sorted.
+        format: format of all files; None: each file's suffix tells its format.
         options: options for the file system of fsspec.
 
     Raises:
         DataError: a file is missing, or is not a regular file; the text has its name.
-        SettingError: there is no file, or the format of one is not known.
+        SettingError: there is no file, or the format of a file is not known.
     """
     given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
     urls = [url for each in given for url in _expanded(os.fspath(each), options)]
@@ -101,10 +101,10 @@ def check_unchanged(shard: Shard) -> None:
 
 
 def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
-    """Return the local path of a shard; a remote or compressed one is first copied into `folder`.
+    """Return the local path of a shard; a remote or compressed shard is first copied into `folder`.
 
     Raises:
-        DataError: the shard could not be fetched in three attempts, or is not the file that was counted.
+        DataError: the shard cannot be fetched in three attempts, or has changed since it was counted.
     """
     if shard.is_local:
         return Path(_plain(shard.url))
@@ -118,12 +118,12 @@ def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
 
 
 def attempted(read: Callable[[], Result]) -> Result:
-    """Try to read from a remote file system up to three times; aiohttp's errors are not OSErrors."""
+    """Try to read from a remote file system up to three times; the errors of aiohttp are not OSErrors."""
     return patiently(read, lambda error: not isinstance(error, (FileNotFoundError, ImportError, DataError)))
 
 
 class _ReadFailed(Exception):
-    """Error of a shard that could not be read to its end; another attempt may succeed. The text names the place."""
+    """Error of a shard that could not be read to its end; another attempt may succeed. The message names the byte."""
 
 
 def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ def _listed(url: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _looked_at(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
-    """Return size and stamp of a file."""
+    """Return the size and the stamp of a file."""
     with _naming(f"the shard {url} cannot be read"):
         if not _is_remote(url):
             status = os.stat(_plain(url))

@@ -1,6 +1,5 @@
 """A page of `instep dashboard` for a sweep: many runs in one table, compared with each other and over their seeds.
 
-
 - `source`: the runs and their table, read once for all open pages; the table is the one of `instep runs ls`.
 - `curves`: smoothing, and bands over runs that differ only in a seed; `plots`: options of ECharts plots of many runs.
 - `beside`: two runs, compared line by line; `media`: pictures, tables and texts that a run logged. Both return plain
