@@ -1,7 +1,6 @@
 """Run a script as several processes, on this machine or on several.
 
-Arguments that the script gives to its Trainer count more than these options, the options more than the config file
-(`instep config`), and the file more than environment variables.
+The script's own arguments count first, then these options, then the config file (`instep config`), then variables.
 Exit codes: 0 done; 75 preempted: saved, run it again; 76 hung; 1 failed; 2 wrong arguments.
 
 Examples:

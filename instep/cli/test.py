@@ -1,9 +1,8 @@
 """Check the set-up that `instep launch` would use: collectives, triggers, a tiny training run and its checkpoint.
 
-The training must have the same losses as one process, and resume from its checkpoint bit for bit. For each check it
-prints the time of the slowest rank, and the bandwidth. Under srun, torchrun or mpirun the ranks of that job run the
-checks. Several nodes must share the folder in which the command starts. With a module, or the configuration of a run,
-the command runs `Trainer.test` instead: see `instep fit`.
+The training must have the losses of one process, and resume from its checkpoint bit for bit. Times are those of the
+slowest rank. Under srun, torchrun or mpirun the ranks of that job run the checks. Several nodes must share the folder
+in which the command starts. With a module or a run's configuration it runs `Trainer.test` instead: see `instep fit`.
 
 Examples:
   instep test --config fsdp --devices 2

@@ -1,7 +1,8 @@
-"""Settings of a launch.
+"""The settings of `instep launch`.
 
-- `settings`: the dataclass with its checks; `layers`: which of command line, config file, environment and default gave
-  each value; `spec`: the `LaunchSpec` that they make.
+- `settings`: the dataclass of the settings, with their checks; `layers`: the value of each setting, and whether it
+comes from the command line, the config file, the environment or the default; `spec`: the `LaunchSpec` made from the
+settings.
 """
 
 __all__: list[str] = []  # internal: may change in any release

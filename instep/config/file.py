@@ -1,4 +1,4 @@
-"""The config file of launches: finding, reading and writing it."""
+"""Find, read and write the config file of `instep launch`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FILE_VARIABLE = "INSTEP_CONFIG_FILE"
 NO_FILE = "none"
 _OF_FIT = {"model", "data", "trainer", "ckpt_path", "seed_everything"}
 _OF_ACCELERATE = {"compute_environment", "distributed_type"}
-_FEW = 8  # most problems of one kind that are listed one by one
+_FEW = 8  # maximum number of problems of one kind that are listed one by one
 _HEAD = "# Settings of `instep launch`. `instep config show` explains them, `instep config update` changes them.\n"
 
 
 def default_file(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the default place of the config file: `$XDG_CONFIG_HOME/instep/config.yaml`."""
+    """Return the default path of the config file: `$XDG_CONFIG_HOME/instep/config.yaml`."""
     environ = os.environ if environ is None else environ
     home = environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(home) / "instep" / "config.yaml"
@@ -35,10 +35,10 @@ def templates() -> dict[str, str]:
 
 
 def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Find the config file to use, in the order that `resolve` describes; None for no file.
+    """Find the config file to use, in the order that `resolve` describes; return None if no file is used.
 
     Raises:
-        SettingError: the file that was asked for is not there.
+        SettingError: the named file does not exist.
     """
     environ = os.environ if environ is None else environ
     config = environ.get(FILE_VARIABLE, "").strip() or None if config is None else config
@@ -66,10 +66,11 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
 
     Args:
         path: a YAML file of settings.
-        check_names: refuse names that are no settings.
+        check_names: whether names that are not settings are refused.
 
     Raises:
-        SettingError: it is no YAML, no mapping, or has unknown or repeated names; then wrong values are told as well.
+        SettingError: the file is not YAML, not a mapping, or has unknown or repeated names. In this case the text also
+            lists wrong values.
     """
     node, values = compose(read_text(path), path)
     if values is None:
@@ -108,17 +109,17 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a config file and check it.
+    """Read a config file, and check its values.
 
     Raises:
-        SettingError: as `read_file` and `check` do.
+        SettingError: in the same cases as for `read_file` and `check`.
     """
     said = read_file(path)
     return check({name: value for name, (value, _) in said.items()}, {name: where for name, (_, where) in said.items()})
 
 
 def write_file(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a config file in one step, so that it is whole at any time."""
+    """Write a config file in one step, so that a reader always sees a whole file."""
     import yaml  # imported late, since it loads a C library
 
     ordered = {name: values[name] for name in NAMES if name in values}
@@ -129,15 +130,15 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def repeated_keys(root: Any, path: object) -> list[str]:
-    """Describe keys that occur twice in a YAML mapping, at any depth; YAML would use the last one.
+    """Describe the keys that occur twice in a YAML mapping, at any depth, since YAML would silently use the last one.
 
     Args:
-        root: what `yaml.compose` returns.
-        path: of the file.
+        root: node that `yaml.compose` returned.
+        path: path of the file, for the descriptions.
     """
     said: list[str] = []
     nodes = [] if root is None else [("", root)]
-    seen: set[int] = set()  # for an alias, the same node occurs again
+    seen: set[int] = set()  # ids of visited nodes, since an alias refers to the same node again
     for above, node in nodes:  # the list grows during the loop
         if id(node) in seen or len(said) >= _FEW:
             continue

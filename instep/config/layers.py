@@ -1,4 +1,4 @@
-"""Sources of the settings of a launch: command line, then config file, then environment, then the default.
+"""Combine the sources of launch settings: command line, then config file, then environment, then the default.
 
 A setting in a higher source hides the same setting in lower sources. Exceptions are `env`, `rdzv_conf` and the options
 of one strategy: their members are merged from all sources.
@@ -17,7 +17,7 @@ from instep.config.settings import DICTS, NAMES, LaunchSettings, check
 from instep.errors import SettingError
 from instep.utils.env import variable_of
 
-# Variables that torchrun sets.
+# Variables of torchrun that also set these settings.
 _ALSO = {"node_rank": "NODE_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
 
 Layer = Mapping[str, tuple[Any, str]]
@@ -26,12 +26,12 @@ Layer = Mapping[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Launch:
-    """The settings of a launch, and the source of each.
+    """The settings of a launch, and the source of each setting.
 
     Args:
-        settings: the values that hold.
-        sources: setting -> where it was said; settings that nobody named are not in it.
-        file: the config file; None where there is none.
+        settings: the settings with their final values.
+        sources: source of each setting; a setting with its default value is not in it.
+        file: path of the config file; None if none is used.
     """
 
     settings: LaunchSettings
@@ -39,11 +39,11 @@ class Launch:
     file: Path | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that some source gives."""
+        """Return the settings that have a source, and thus not their default value."""
         return {name: getattr(self.settings, name) for name in NAMES if name in self.sources}
 
     def check(self) -> None:
-        """Raise a `SettingError` if options are given without the strategy they belong to."""
+        """Raise a `SettingError` if strategy options are given without a strategy."""
         if "strategy_options" in self.sources and self.settings.strategy == "auto":
             raise SettingError(
                 f"strategy_options ({self.sources['strategy_options']}) are arguments of a strategy, and none is "
@@ -59,13 +59,13 @@ def resolve(
     """Resolve the settings from all sources.
 
     Args:
-        command_line: what it says, by setting, with the word that says it.
-        config: a config file, the name of one that comes with instep (`templates()`), or "none" for no file at all; by
-            default what INSTEP_CONFIG_FILE says, else `default_file()` where that exists.
-        environ: the variables; `os.environ` by default.
+        command_line: value of each setting on the command line, with the option that gave it.
+        config: path of a config file, the name of one that comes with instep (`templates()`), or "none" for no file.
+            None: the file that INSTEP_CONFIG_FILE names, else `default_file()` if it exists.
+        environ: environment variables; None: `os.environ`.
 
     Raises:
-        SettingError: a value is wrong, wherever it stands; the text says where.
+        SettingError: a value is wrong; the text names its source.
     """
     environ = os.environ if environ is None else environ
     file = find_file(config, environ)
@@ -80,16 +80,16 @@ def resolve(
 
 
 def put(layer: Mapping[str, Any], where: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Merge the settings of a source over those of lower sources.
+    """Merge the settings of a source over the settings of lower sources.
 
     Args:
-        layer: checked values.
-        where: the place of each.
-        values: of the lower ones; changed.
-        sources: their places; changed.
+        layer: checked values of the source.
+        where: place of each value, such as a line of the config file.
+        values: values from lower sources; changed in place.
+        sources: places of the values from lower sources; changed in place.
 
     Raises:
-        SettingError: the source names both counts of processes.
+        SettingError: the source has both `devices` and `num_processes`.
     """
     if "devices" in layer and "num_processes" in layer:
         raise SettingError(

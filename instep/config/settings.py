@@ -1,4 +1,4 @@
-"""Settings of a launch: one dataclass, which defines the config file, `instep launch` and its variables."""
+"""The settings of `instep launch`, as one dataclass that also defines the config file and the environment variables."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _RANKS = "the ranks on a machine, such as 0,1"
 
 
 class About(NamedTuple):
-    """The description of a setting.
+    """Description of a setting.
 
     Args:
-        text: for help.
-        rare: not in `--help`.
+        text: text for the help.
+        rare: whether `--help` leaves the setting out.
     """
 
     text: str
@@ -90,7 +90,7 @@ _OPTIONS = Check(_is_named, "options by name", dict, schema={"type": "object"})
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """The settings of a launch, in their resolved form: each with its check and its description."""
+    """The settings of a launch with their final values; each field has its check and its description."""
 
     accelerator: Annotated[
         str, choice(*_ACCELERATORS), About("kind of device: cpu, gpu, cuda, xpu, hpu, npu, mps, xla")
@@ -146,12 +146,12 @@ class LaunchSettings:
 
     @property
     def most_nodes(self) -> int:
-        """Machines of the whole job."""
+        """Maximum number of machines in the job."""
         return int(str(self.num_nodes).rpartition(":")[2])
 
     @property
     def least_nodes(self) -> int | None:
-        """Fewest machines with which an elastic job continues; None for a job that is not elastic."""
+        """Minimum number of machines with which an elastic job continues; None if the job is not elastic."""
         return int(self.num_nodes.partition(":")[0]) if isinstance(self.num_nodes, str) else None
 
 
@@ -168,12 +168,12 @@ def _declared() -> dict[str, tuple[Check, About]]:
 
 
 def about(name: str) -> About:
-    """Look up the description of a setting."""
+    """Return the description of a setting."""
     return _declared()[name][1]
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """List the allowed values of a setting; empty if any value is allowed.
+    """Return the allowed values of a setting; empty if there is no list of allowed values.
 
     Example:
         >>> choices("rdzv_backend")
@@ -183,14 +183,14 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Convert values of settings to their resolved form.
+    """Check the values of settings, and convert them to their final form.
 
     Args:
-        values: by name; what a command line or a variable says is text.
-        sources: where each comes from, for errors.
+        values: values by name; a value from a command line or a variable is text.
+        sources: source of each value, for errors.
 
     Raises:
-        SettingError: every wrong value with its source and what is expected, on a line of its own.
+        SettingError: a value is wrong; each wrong value has a line with its source and the expected values.
 
     Example:
         >>> check({"devices": "0,1", "precision": 16, "env": "A=1"}, {})
@@ -235,7 +235,7 @@ def pairs(name: str, text: str) -> dict[str, Any]:
     In `env` the second form gives one member only, whose value may contain commas.
 
     Raises:
-        SettingError: the text is neither.
+        SettingError: the text has neither form.
     """
     try:
         if text.startswith("{"):
@@ -275,11 +275,11 @@ def schema() -> dict[str, Any]:
 
 
 def advice(name: str, spelled: str = "{}") -> str:
-    """Return what to do about a name that is not a setting.
+    """Return advice about a name that is not a setting.
 
     Args:
-        name: of a setting, or an option.
-        spelled: how names of ours are written there; "--{}" for options.
+        name: the unknown name of a setting or option.
+        spelled: form in which settings are named in the advice; "--{}" for options.
 
     Example:
         >>> advice("num_machines")
@@ -308,10 +308,10 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Convert another launcher's config file to instep's names.
 
     Returns:
-        The settings, and a line for each name that could not be taken over.
+        The settings, and a line for each name that could not be converted.
 
     Raises:
-        SettingError: it is for Megatron-LM or SageMaker, without which the rest of it would mean something else.
+        SettingError: the file is for Megatron-LM or SageMaker; its other settings would then have another meaning.
 
     Example:
         >>> translate({"distributed_type": "MULTI_GPU", "num_processes": 8, "mixed_precision": "bf16", "role": "x"})
@@ -353,7 +353,7 @@ def gpu_ids(value: object) -> str:
 
 
 def _choose_gpus(taken: dict[str, Any], left: list[str]) -> None:
-    """Decide which GPUs, and how many processes, `gpu_ids` and `num_processes` mean together."""
+    """Decide which GPUs and how many processes `gpu_ids` and `num_processes` mean together."""
     taken["devices"] = ids = gpu_ids(taken["devices"])
     if "num_processes" not in taken:
         return

@@ -1,4 +1,4 @@
-"""The `LaunchSpec` that the engine runs, made from a launch's settings and this node's place in the job."""
+"""Make the `LaunchSpec` for the engine, from the settings of a launch and the place of this node in the job."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from instep.utils.warn import warn_user
 
 
 class Node(NamedTuple):
-    """Position of one node's agent among the agents of all nodes.
+    """Place of one node's agent among the agents of all nodes.
 
     Args:
-        num_nodes: nodes in the job.
-        node_rank: this one's number.
-        master_addr: node 0's address.
-        master_port: the port where the agents meet.
-        run_id: the same on all nodes.
+        num_nodes: number of nodes in the job.
+        node_rank: number of this node, from 0.
+        master_addr: address of node 0.
+        master_port: port at which the agents connect.
+        run_id: name of the job, the same on all nodes.
     """
 
     num_nodes: int
@@ -39,17 +39,17 @@ class Node(NamedTuple):
 
 
 def started_node(environ: Mapping[str, str] | None = None) -> Node | None:
-    """Find this node's position in the job from the variables of srun or mpirun.
+    """Return this node's place in the job, from the variables of srun or mpirun.
 
     Args:
-        environ: the variables; `os.environ` by default.
+        environ: environment variables; None: `os.environ`.
 
     Returns:
-        The place; None where this process is the only agent, or its place is given by hand.
+        The place; None if this process is the only agent, or the user gives its place in settings.
 
     Raises:
         UsageError: several agents were started on this node.
-        SettingError: MPI's processes were not told where to meet.
+        SettingError: the processes of mpirun do not know the address of the first one.
 
     Example:
         >>> step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[1-2]"}
@@ -75,16 +75,16 @@ def started_node(environ: Mapping[str, str] | None = None) -> Node | None:
 
 
 def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, python: bool = True) -> LaunchSpec:
-    """Make the spec that this machine's agent runs.
+    """Make the spec that the agent of this machine runs.
 
     Args:
-        launch: the settings.
-        program: a script and its arguments.
-        module: the script is the name of a module, as for `python -m`.
-        python: run it by this Python; else it is a command of its own.
+        launch: settings of the launch.
+        program: script and its arguments.
+        module: whether the script is the name of a module, as for `python -m`.
+        python: whether Python runs the script; otherwise the script is a command of its own.
 
     Raises:
-        SettingError: settings contradict each other, or there are no such devices here.
+        SettingError: settings contradict each other, or this machine does not have the devices.
     """
     settings = launch.settings
     node = None if "node_rank" in launch.sources else started_node()
@@ -97,7 +97,7 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
             got=settings.num_nodes,
         )
     c10d = settings.rdzv_backend == "c10d" or (settings.rdzv_backend is None and settings.least_nodes is not None)
-    # MASTER_ADDR and MASTER_PORT in the environment of a single machine are those of another job.
+    # With a single machine, MASTER_ADDR and MASTER_PORT in the environment belong to another job.
     master_addr = "127.0.0.1" if num_nodes == 1 else settings.master_addr
     master_port = None if num_nodes == 1 else settings.master_port
     if node is not None:
@@ -107,7 +107,7 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
     if c10d and endpoint is None and master_port is not None:
         endpoint = f"{master_addr}:{master_port}"
     if c10d and settings.ray is not None:
-        endpoint = settings.ray  # the address is known only after Ray has found the machines
+        endpoint = settings.ray  # a placeholder, since the address is known only after Ray has found the machines
     _warn_of_unused(launch, num_nodes, c10d)
     nproc = count_ranks(launch, num_nodes)
     if settings.ray is not None and not c10d:
@@ -148,7 +148,7 @@ def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
     }
     for why, names in unused.items():
         given = [f"{name} ({launch.sources[name]})" for name in names if name in launch.sources]
-        # The environment's variables may be meant for other jobs.
+        # Variables in the environment may be meant for other jobs, so there is no warning about them.
         given = [text for text in given if "(environment" not in text]
         if given:
             warn_user(f"without effect, since {why}: {', '.join(given)}")
@@ -156,19 +156,19 @@ def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
 
 
 def rank_environment(launch: Launch) -> dict[str, str]:
-    """Make the ranks' variables: only settings that were given explicitly.
+    """Return the environment variables of the ranks: only for settings that were given explicitly.
 
     Raises:
-        SettingError: options without a strategy.
+        SettingError: strategy options are given without a strategy.
     """
     settings, given = launch.settings, launch.given()
     launch.check()
     added = as_variables({name: value for name, value in given.items() if name in VARIABLES})
-    # Always set, since the agent kills the ranks after this time.
+    # The grace period is always set, since the agent kills the ranks after this time.
     added[variable_of("grace_period_s")] = str(settings.grace_period_s)
     if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
         added[variable_of("strategy_options")] = ""  # the options were given for another strategy
-    # A rank that launches processes itself passes on these settings, so a declined file is not found again.
+    # A rank may start processes itself. They get the same config file or none, so that no other file is found.
     added[FILE_VARIABLE] = NO_FILE if launch.file is None else str(launch.file.resolve())
     if settings.cpu_threads is not None:
         added["OMP_NUM_THREADS"] = str(settings.cpu_threads)
@@ -179,10 +179,11 @@ def rank_environment(launch: Launch) -> dict[str, str]:
 
 
 def count_ranks(launch: Launch, num_nodes: int) -> int:
-    """Count the ranks on this machine.
+    """Return the number of ranks on this machine.
 
     Raises:
-        SettingError: there are not so many devices, or the processes do not divide by the machines.
+        SettingError: the machine does not have so many devices, or the processes do not divide evenly over the
+            machines.
     """
     settings = launch.settings
     if settings.num_processes is not None:

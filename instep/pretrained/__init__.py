@@ -1,11 +1,11 @@
-"""A trained module as a folder that anybody can load, and on the Hugging Face hub: safetensors and `config.json`.
+"""Write a trained module as a folder of safetensors and `config.json`, read it, and send it to the Hugging Face hub.
 
 `PretrainedExport` writes such folders during a run, for a transformers or peft model inside a module.
 
-The folder is what huggingface_hub's `PyTorchModelHubMixin` and transformers write: `model.safetensors`, or several with
-an index where the model is large, and the arguments of the constructor in `config.json`. The folder holds no pickle and
-no code. `read` does not trust a folder: it opens only these files, only inside the folder (or in the hub's own cache),
-and checks each name in them before using it.
+The folder has the form that huggingface_hub's `PyTorchModelHubMixin` and transformers write: `model.safetensors`, or
+several such files with an index if the model is large, and the arguments of the constructor in `config.json`. The
+folder holds no pickle and no code. `read` does not trust a folder: it opens only these files, only inside the folder
+(or in the hub's own cache), and checks each name in them before it uses the name.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: s
     """Make the content of `config.json` for a module.
 
     Args:
-        values: its hyperparameters, of plain containers.
-        hparams_name: the one argument that they came in; None where they are arguments.
-        class_name: of the module, for people.
+        values: the module's hyperparameters, in plain containers.
+        hparams_name: name of the argument, if the hyperparameters are a single argument; None: they are the arguments.
+        class_name: name of the module's class, for readers of the file.
 
     Raises:
-        UnsavableStateError: a value has no form in JSON.
+        UnsavableStateError: a value cannot be written as JSON.
     """
     about = {"version": __version__, "class": class_name, "hparams_name": hparams_name}
     return {**_json_of(values, ""), ABOUT: about}
@@ -98,15 +98,15 @@ def _json_of(value: Any, name: str) -> Any:
 
 
 def save(state: Mapping[str, Any], config: Mapping[str, Any], folder: Path, max_bytes: int) -> Path:
-    """Write a folder of weights and `config.json`; each file appears only when complete.
+    """Write a folder with weights and `config.json`; each file appears only when it is complete.
 
-    Collective: the main process writes.
+    All ranks must call this; the main process writes.
 
     Args:
-        state: name -> tensor, read on the main process.
-        config: what `config_of` made.
-        folder: made if it is not there.
-        max_bytes: of tensors in each file.
+        state: tensors by name; only those of the main process are used.
+        config: result of `config_of`.
+        folder: the folder, which is created if it does not exist.
+        max_bytes: maximum number of bytes of tensors in each file.
 
     Returns:
         The folder.
@@ -122,7 +122,7 @@ def save(state: Mapping[str, Any], config: Mapping[str, Any], folder: Path, max_
     return folder
 
 
-# ---- writing a module: what the methods of TrainModule do
+# ---- writing a module, for the methods of TrainModule
 
 
 def save_pretrained(
@@ -133,7 +133,7 @@ def save_pretrained(
     repo_id: str | None,
     push_options: dict[str, Any],
 ) -> Path:
-    """Write a module's weights and hyperparameters, for `TrainModule.save_pretrained`. Collective."""
+    """Write a module's weights and hyperparameters, for `TrainModule.save_pretrained`; all ranks must call this."""
     if push_options and not push:
         raise UsageError(
             f"save_pretrained({', '.join(push_options)}=...) is for push_to_hub=True: set it, or leave out"
@@ -147,7 +147,7 @@ def save_pretrained(
 
 
 def push_pretrained(module: TrainModule, repo_id: str, max_shard_size: int | str, **options: Any) -> str:
-    """Send a module to the Hugging Face hub, for `TrainModule.push_to_hub`. Collective."""
+    """Send a module to the Hugging Face hub, for `TrainModule.push_to_hub`; all ranks must call this."""
     folder = on_rank_zero(lambda: tempfile.mkdtemp(prefix="instep-push-"), "making a folder to send")
     try:
         save_pretrained(module, folder, max_shard_size, False, None, {})
@@ -171,7 +171,7 @@ def _send(
 
 
 def _whole_state(module: TrainModule) -> dict[str, Any]:
-    """Return a module's whole state dict, on the main process at least. Collective where ranks share the weights."""
+    """Return a module's whole state dict, at least on the main process; ranks that share weights all call this."""
     trainer = module._trainer
     ctx = None if trainer is None else trainer._ctx or trainer._last_ctx
     if ctx is None or ctx.module is not module:
@@ -183,7 +183,7 @@ def _whole_state(module: TrainModule) -> dict[str, Any]:
 
 
 def is_folder_of_weights(folder: Path) -> bool:
-    """Return whether `read` finds weights in a folder."""
+    """Return True if a folder has weights that `read` can load."""
     return any((folder / name).exists() for name in ("model.safetensors", SAFE_INDEX))
 
 
@@ -191,15 +191,16 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
     """Read a folder of weights, whose author need not be trusted.
 
     Args:
-        folder: with `model.safetensors`, or an index of several, and perhaps `config.json`.
+        folder: folder with `model.safetensors`, or an index of several such files, and perhaps `config.json`.
 
     Returns:
-        The hyperparameters; the name of the one argument that they came in, or None; and the weights by name.
+        The hyperparameters; the name of the argument, if they are a single argument, else None; and the weights by
+        name.
 
     Raises:
-        CheckpointNotFoundError: there are no weights.
+        CheckpointNotFoundError: the folder has no weights.
         CorruptCheckpointError: a file is damaged.
-        CheckpointError: a file leads out of the folder, or is no safetensors file.
+        CheckpointError: a file leads out of the folder, or is not a safetensors file.
     """
     hyper_parameters, name = _read_config(folder / CONFIG)
     single, index = folder / "model.safetensors", folder / SAFE_INDEX
@@ -218,7 +219,7 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the hyperparameters of `config.json`, and the argument that they were passed in; none without a file."""
+    """Return the hyperparameters in `config.json`, and the argument's name if they are a single one; or ({}, None)."""
     if not path.exists():
         return {}, None
     with reading(path, "is no configuration of a model"):
@@ -237,20 +238,20 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | bool | None, **options: Any) -> str:
-    """Send a folder to a repository of the hub, in one commit that deletes the files of an earlier model's weights.
+    """Send a folder to a repository of the hub, in one commit that also deletes weight files of an earlier model.
 
     Args:
-        folder: what `save` wrote.
-        repo_id: such as "user/model"; made if it is not there.
-        private: whether a new one is.
-        token: of the hub; None: the one that `hf auth login` has saved, or `HF_TOKEN`.
-        **options: for `huggingface_hub.HfApi.upload_folder`.
+        folder: folder that `save` wrote.
+        repo_id: name of the repository, such as "user/model"; it is created if it does not exist.
+        private: whether a new repository is private.
+        token: token of the hub; None: the token that `hf auth login` has saved, or `HF_TOKEN`.
+        **options: further arguments of `huggingface_hub.HfApi.upload_folder`.
 
     Returns:
         The URL of the commit, or of the pull request.
 
     Raises:
-        CheckpointError: the hub cannot be reached, or refuses.
+        CheckpointError: the hub cannot be reached, or refuses access.
     """
     hub = hub_module()
     with told(repo_id):

@@ -1,4 +1,4 @@
-"""`PretrainedExport` writes folders during a run that `from_pretrained` of transformers and peft loads."""
+"""`PretrainedExport`: write models during a run, for `from_pretrained` of transformers and peft."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ _NAME = "step-{:08d}"
 class PretrainedExport(Callback):
     """Write the transformers or peft model that a module trains, in the form that `AutoModel.from_pretrained` loads.
 
-    Each export is a folder `step-<global step>` with `config.json` and safetensors, by the model's own
-    `save_pretrained` and under its own names; for a peft model the folder holds the adapters alone. Every strategy can
-    export: the main process gets the whole weights, which need room in CPU memory once. A folder gets its name only
-    when all of it is on the disk; the next start deletes what a killed run left unfinished. A resumed run again writes
-    the exports that were made after its checkpoint.
+    Each export is a folder `step-<global step>` with `config.json` and safetensors. The model's own `save_pretrained`
+    writes it, under the model's own names; for a peft model it holds the adapters only. Every strategy can export: the
+    main process gets the whole weights, which need room in CPU memory once. A folder gets its name only when all of it
+    is on the disk; unfinished folders of a killed run are deleted at the next start. A resumed run writes the exports
+    after its checkpoint again.
 
     Args:
         dirpath: local folder of the exports; no other run may export there.
-        every_n_steps: optimizer steps from one to the next; None: only at the end of fit, when there is one always.
-        part: name of the model within the module, such as "model" or "student.lm"; None: the only one with
-            `save_pretrained` there is.
-        tokenizer: written too: a tokenizer or processor, or whatever has `save_pretrained`.
-        keep: how many exports stay, up to the newest step of this run; None for all.
-        max_shard_size: of a file, such as "5GB".
-        background: write on a thread; the next export waits for it. The copy of the weights is made at once.
+        every_n_steps: number of optimizer steps between exports; None: export only at the end of fit. There is always
+            an export at the end of fit.
+        part: name of the model within the module, such as "model" or "student.lm"; None: the only submodule that has
+            `save_pretrained`.
+        tokenizer: tokenizer, processor or other object with `save_pretrained`, which is written too; None: nothing.
+        keep: number of exports that are kept, counted up to the newest step of this run; None keeps all.
+        max_shard_size: maximum size of a file, such as "5GB".
+        background: whether a thread writes the files, and the next export waits for it. The weights are copied at once.
 
     Raises:
-        SettingError: a setting is wrong; when training starts: the module has no such part, or the run is a new one and
-            `dirpath` holds exports already.
+        SettingError: a setting is wrong. When training starts: the module has no such part, or the run is a new one and
+            `dirpath` already holds exports.
 
     Example:
         >>> PretrainedExport("exports", every_n_steps=1000, keep=2).every_n_steps
@@ -89,7 +90,7 @@ class PretrainedExport(Callback):
         found = (path for path in self.dirpath.glob("step-*") if path.name[5:].isdecimal())
         return sorted(found, key=_step_of)
 
-    # ---- the run
+    # ---- hooks of the run
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._prefix = self._find(module)
@@ -132,10 +133,10 @@ class PretrainedExport(Callback):
         if error is not None:
             warn_user(f"PretrainedExport could not write the last export into {self.dirpath}: {error}")
 
-    # ---- one export
+    # ---- a single export
 
     def _find(self, module: nn.Module) -> str:
-        """Return the prefix of the model's weights in the module's state dict."""
+        """Return the prefix of the model's weights in the state dict of the whole module."""
         named = {clean_name(name): part for name, part in module.named_modules() if name}
         if self.part is not None:
             found = [self.part] if hasattr(named.get(self.part), "save_pretrained") else []

@@ -1,4 +1,7 @@
-"""Profilers: one file each over `Profiler`. A name is loaded when first used; torch's profiler when it starts."""
+"""Profilers, one file for each subclass of `Profiler`; a class is loaded at its first use, torch's profiler later.
+
+torch's own profiler is loaded when a `PyTorchProfiler` starts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def make_profiler(profiler: str | Profiler | None) -> Profiler:
     """Return the profiler for a Trainer's `profiler` argument; a name makes a new profiler.
 
     Args:
-        profiler: None for one that measures nothing; a `ProfilerName`, which the Trainer has checked; or a profiler.
+        profiler: None for a profiler that measures nothing; a `ProfilerName`, which the Trainer has checked; or a
+            profiler.
     """
     if isinstance(profiler, Profiler):
         return profiler

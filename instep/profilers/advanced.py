@@ -1,4 +1,4 @@
-"""The profiler that measures every Python function, by action."""
+"""`AdvancedProfiler`: measure every Python function, by action."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from instep.utils.checks import is_number, wrong
 
 
 class AdvancedProfiler(Profiler):
-    """Measures every function called within an action, by Python's cProfile, which slows Python code down a lot.
+    """Measures every function that is called in an action, by Python's cProfile, which slows Python code down a lot.
 
-    cProfile makes one recording at a time: if an action runs inside another action, its functions count for the inner
-    action alone.
+    cProfile makes only one recording at a time: if an action runs inside another action, its functions count for the
+    inner action only.
 
     Args:
         dirpath: as in `Profiler`.
         filename: as in `Profiler`.
-        line_count_restriction: how many functions of an action are reported: a number (int), or a fraction (float).
-        dump_stats: write each action's recording as `.prof`, too, for `python -m pstats` or snakeviz.
+        line_count_restriction: number (int) or fraction (float) of an action's functions that are reported.
+        dump_stats: whether to write the recording of each action as a `.prof` file too, for `python -m pstats` or
+            snakeviz.
 
     Raises:
         SettingError: an action is stopped without a start.
@@ -55,14 +56,14 @@ class AdvancedProfiler(Profiler):
         self._open: list[str] = []
 
     def start(self, action_name: str) -> None:
-        """Record into this action, and stop recording into the enclosing one."""
+        """Start recording into this action, and stop recording into the action around it."""
         if self._open:
             self.profiled_actions[self._open[-1]].disable()
         self._open.append(action_name)
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
-        """Record into the enclosing action again."""
+        """Stop recording into this action, and continue recording into the action around it."""
         if action_name not in self._open:
             message = f"Attempting to stop recording an action ({action_name}) which was never started."
             raise SettingError(message, field="action_name", got=action_name)
@@ -74,7 +75,7 @@ class AdvancedProfiler(Profiler):
             self.profiled_actions[self._open[-1]].enable()
 
     def summary(self) -> str:
-        """Return a table of functions for each action, those with the most time first."""
+        """Return a table of functions for each action, with the functions that took most time first."""
         for name in reversed(self._open):
             self.profiled_actions[name].disable()
         texts = [self._title()]
@@ -90,7 +91,7 @@ class AdvancedProfiler(Profiler):
         return "\n".join(texts) if self.profiled_actions else ""
 
     def teardown(self, stage: str | None) -> None:
-        """End a run, and drop its recordings."""
+        """End a run, and drop the recordings of the run."""
         for name in reversed(self._open):
             self.profiled_actions[name].disable()
         self._open.clear()

@@ -1,4 +1,4 @@
-"""The base class of profilers, and the one of a Trainer without a profiler."""
+"""The base class of profilers, and the profiler of a Trainer that was given none."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 
 _UNSAFE = re.compile(r"[\\/:*?\"<>|\s]+")
 
-_MOST_LINES = 60  # lines of a report that are printed
+_MOST_LINES = 60  # maximum number of lines of a report that are printed
 
 
 class Profiler(ABC):
     """Base class of profilers, which measure the actions of a run: hooks, steps, waiting for data, saves, and your own.
 
-    `Trainer(profiler=...)` takes one. A subclass says what happens when an action starts and stops, and returns the
-    report. Every rank writes its report into the run folder, and the main process prints its own.
+    `Trainer(profiler=...)` accepts a profiler. A subclass defines what happens when an action starts and stops, and
+    what is reported. Every rank writes its report into the run folder, and the main process also prints its report.
 
     Args:
-        dirpath: folder of reports and traces; by default `profiler/` in the run folder, or, with a `filename`, that
-            folder itself.
-        filename: reports go to `<stage>-<filename>-<rank>.txt`, and are not printed; a process alone has no rank.
+        dirpath: folder of reports and traces. None: the folder `profiler/` in the run folder, or with a `filename` the
+            run folder itself.
+        filename: name in the reports' file names, `<stage>-<filename>-<rank>.txt` (without the rank for a single
+            process). With a name, reports are not printed.
 
     Example:
         >>> class Counts(Profiler):
@@ -74,13 +75,13 @@ class Profiler(ABC):
         """Stop measuring an action."""
 
     def summary(self) -> str:
-        """Return the report; empty for none."""
+        """Return the report; "" for no report."""
         return ""
 
     # ---- measuring
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """Measure a block, as in `with self.trainer.profiler.profile("reading"):`."""
+        """Measure a `with` block, as in `with self.trainer.profiler.profile("reading"):`."""
         return self._measured(action_name)
 
     @contextmanager
@@ -92,7 +93,7 @@ class Profiler(ABC):
             self.stop(action_name)
 
     def wrap(self, action_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose calls are measured."""
+        """Return a function that calls `function` and measures each call."""
 
         @wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,7 @@ class Profiler(ABC):
         return measured
 
     def batches(self, action_name: str, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and measure the waiting time before each."""
+        """Yield the batches, and measure the waiting time before each batch."""
         rest, end = iter(batches), object()
         while True:
             with self.profile(action_name):
@@ -117,21 +118,21 @@ class Profiler(ABC):
     # ---- the run
 
     def attach(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: B027  most need neither
-        """Connect with the run, before its first action."""
+        """Prepare for a run of a Trainer, before its first action."""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
         """Begin a run.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: the rank, of all of the job; None for a process alone.
-            log_dir: the run folder; None where there is none.
+            local_rank: rank of this process in the whole job; None if there is only one process.
+            log_dir: the run folder; None if there is none.
         """
         self._stage, self._local_rank = stage, local_rank
         self._log_dir = None if log_dir is None else Path(log_dir)
 
     def describe(self) -> None:
-        """Write the report into the folder, if there is one. Without a `filename` the main process also prints it."""
+        """Write the report into the folder, if there is one; without a `filename`, the main process also prints it."""
         text = self.summary()
         folder = self._folder
         path = None if folder is None else folder / self._prepare_filename()
@@ -141,13 +142,13 @@ class Profiler(ABC):
                 file.write(f"{text}\n")
         if text and self._local_rank in (None, 0) and (self.filename is None or path is None):
             lines = text.splitlines()
-            # Print only the beginning, so that the reason why the run ended stays visible.
+            # Only the first lines are printed, so that the reason for the run's end stays visible.
             if path is not None and len(lines) > _MOST_LINES:
                 text = "\n".join([*lines[:_MOST_LINES], f"... {len(lines) - _MOST_LINES:,} more lines in {path}"])
             print(text)  # noqa: T201  the report that was asked for
 
     def teardown(self, stage: str | None) -> None:  # noqa: B027  most hold nothing
-        """End a run, after an error too. May be called twice."""
+        """End a run, even after an error; may be called twice."""
 
     @property
     def local_rank(self) -> int:
@@ -156,14 +157,14 @@ class Profiler(ABC):
 
     @property
     def _folder(self) -> Path | None:
-        """Folder of the files; None if none are written."""
+        """Folder of the profiler's files; None if no files are written."""
         if self.dirpath is not None or self._log_dir is None:
             return self.dirpath
         return self._log_dir / "profiler" if self.filename is None else self._log_dir
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
-        # The action and the ending already make the file name unique.
+        # With an action and an extension, the file name is unique without the kind of profiler.
         name = self._kind if action_name is None else None
         parts = (self._stage, self.filename or name, rank, action_name)
         return _UNSAFE.sub("_", "-".join(part for part in parts if part)) + extension
@@ -174,7 +175,7 @@ class Profiler(ABC):
 
 
 class PassThroughProfiler(Profiler):
-    """Profiler that measures nothing: a Trainer without `profiler=` has it.
+    """Profiler that measures nothing; a Trainer without `profiler=` uses it.
 
     Example:
         >>> profiler = PassThroughProfiler()

@@ -1,4 +1,4 @@
-"""The profiler of operators, by torch's profiler: tables, traces, flame graphs, GPU memory."""
+"""`PyTorchProfiler`: measure operators by torch's profiler, with tables, traces, flame graphs and GPU memory."""
 
 from __future__ import annotations
 
@@ -31,38 +31,40 @@ SORT_KEYS = (
     "self_cpu_memory_usage", "self_cuda_memory_usage", "count",
 )  # fmt: skip
 _DEFAULT = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
-_LEAST = 5  # fewest steps that the default schedule needs
+_LEAST = 5  # number of steps that the default schedule needs
 _MEMORY_EVENTS = 100_000
 
 
 class PyTorchProfiler(Profiler):
     """Records operators with torch's profiler: their times on CPU and GPU, their memory, and where they were called.
 
-    Each kind of step (training, validation, test, predict) has a recording and a count of its own. A recording begins
-    with a step; if another kind of step interrupts it, what it has so far is written. By default steps 3 to 5 of each
-    kind are recorded once; a loop with fewer than five steps is recorded whole.
+    Each kind of step (training, validation, test, predict) is recorded and counted separately. A recording begins with
+    a step; if another kind of step interrupts the recording, the results so far are written. By default steps 3 to 5 of
+    each kind are recorded once; a loop with fewer than five steps is recorded completely.
 
-    For each rank the folder gets the table of operators; with `export_to_chrome` a trace
-    `<stage>-<rank>-<step>.<time>.pt.trace.json`, which TensorBoard's profiler plugin, Perfetto
-    (https://ui.perfetto.dev) and chrome://tracing read; with `export_to_flame_graph` call stacks in `.stacks`, which
-    https://speedscope.app and flamegraph.pl draw; with `export_memory_snapshot` a CUDA memory snapshot, also when the
-    run ends by being out of memory, for https://pytorch.org/memory_viz.
+    For each rank the folder gets a table of operators. With `export_to_chrome` it gets a trace
+    `<stage>-<rank>-<step>.<time>.pt.trace.json`, for TensorBoard's profiler plugin, Perfetto (https://ui.perfetto.dev)
+    and chrome://tracing. With `export_to_flame_graph` it gets call stacks in `.stacks`, for https://speedscope.app and
+    flamegraph.pl. With `export_memory_snapshot` it gets a CUDA memory snapshot, even if the run ends because memory
+    runs out, for https://pytorch.org/memory_viz.
 
     Args:
         dirpath: as in `Profiler`.
         filename: as in `Profiler`.
-        group_by_input_shapes: separate operators by the shapes of their inputs; needs `record_shapes=True`.
-        emit_nvtx: mark operators for Nsight Systems instead of recording them.
-        export_to_chrome: write traces.
-        row_limit: rows of the table; -1 for all.
-        sort_by_key: what the table is sorted by; the total time on the GPU, else on the CPU, by default.
-        record_module_names: label what runs in a submodule's forward with its name.
+        group_by_input_shapes: whether operators are separated by the shapes of their inputs; needs
+            `record_shapes=True`.
+        emit_nvtx: whether operators are marked for Nsight Systems instead of being recorded.
+        export_to_chrome: whether traces are written.
+        row_limit: maximum number of rows in the table; -1: no limit.
+        sort_by_key: key by which the table is sorted; None: the total time on the GPU, or on the CPU if there is no
+            GPU.
+        record_module_names: whether operators in a submodule's forward are labeled with the name of the submodule.
         table_kwargs: further arguments of torch's `EventList.table`.
-        export_memory_snapshot: record CUDA allocations with their stacks.
+        export_memory_snapshot: whether CUDA allocations are recorded with their call stacks.
         **profiler_kwargs: arguments of `torch.profiler.profile`: `activities` (also by name: `["cpu", "cuda"]`),
             `schedule` (also as a dict: `{"wait": 1, "warmup": 1, "active": 3}`), `on_trace_ready`, `record_shapes`,
-            `profile_memory`, `with_stack`, `with_flops`, `with_modules`; and `export_to_flame_graph`, with the `metric`
-            of its widths, "self_cpu_time_total" by default.
+            `profile_memory`, `with_stack`, `with_flops`, `with_modules`. Also `export_to_flame_graph`, and `metric` for
+            the widths in the flame graph ("self_cpu_time_total" by default).
 
     Attributes:
         function_events: the events of the last recording.
@@ -111,7 +113,7 @@ class PyTorchProfiler(Profiler):
         self._expected: Callable[[str], float] = lambda _: math.inf
         self._module: nn.Module | None = None
         self._running: Recorder | None = None
-        self._step = ""  # the kind of step that is recorded
+        self._step = ""  # the kind of step that is being recorded
         self._ready: TraceReady | None = None
         self.function_events: EventList | None = None
         self._steps: dict[str, int] = {}
@@ -140,7 +142,7 @@ class PyTorchProfiler(Profiler):
     # ---- the run
 
     def attach(self, trainer: Trainer, module: TrainModule) -> None:
-        """Read from the run the number of steps, and keep the module, whose submodules get labels."""
+        """Get the number of steps from the Trainer, and keep the module, whose submodules get labels."""
 
         def expected(step: str) -> float:
             if step == "training_step":
@@ -178,13 +180,13 @@ class PyTorchProfiler(Profiler):
             self._close()
             self._open(step)
         elif self._stage is None and self._module is None and self._running is None:
-            self._open("")  # without a Trainer everything is recorded, until `describe`
+            self._open("")  # without a Trainer, everything is recorded until `describe` is called
         if (self._running is not None or self._emit_nvtx) and action_name not in self._labels:
             self._labels[action_name] = label = record_function(action_name)
             label.__enter__()
 
     def stop(self, action_name: str) -> None:
-        """End the label; after a step, advance the schedule."""
+        """End the label of an action; after a step, advance the schedule."""
         label = self._labels.pop(action_name, None)
         if label is not None:
             label.__exit__(None, None, None)
@@ -203,7 +205,7 @@ class PyTorchProfiler(Profiler):
         schedule = None
         if step and not (self._own_schedule and self._expected(step) < _LEAST):
             schedule = lambda number: self._schedule(before + number)  # noqa: E731  it has a value to keep
-        # without "acc_events" torch warns at the second cycle
+        # without "acc_events", torch warns at the second cycle of a schedule
         options = {"acc_events": not self._own_schedule, **self._options}
         if self._flame_graph:
             options["with_stack"] = True
@@ -232,7 +234,7 @@ class PyTorchProfiler(Profiler):
             self._errors.append(self._ready.error)
 
     def _write(self, step: str, recorded: Recorder, number: int) -> None:
-        """Read a recording's table, and write the files that the settings ask for."""
+        """Make the table of a recording, and write the files that the settings ask for."""
         self.function_events = recorded.events()
         averages = recorded.key_averages(group_by_input_shape=self._group_by_input_shapes)
         self._tables[step] = averages.table(sort_by=self._sort_by_key, row_limit=self._row_limit, **self._table_kwargs)
@@ -259,10 +261,10 @@ class PyTorchProfiler(Profiler):
         return "\n".join(texts)
 
     def teardown(self, stage: str | None) -> None:
-        """End a run: nothing is recorded or labeled any more.
+        """End a run; after this, nothing is recorded or labeled.
 
         Raises:
-            Exception: what went wrong when a trace was written.
+            Exception: the first error that writing a trace raised.
         """
         self._close()
         self._module, self._expected = None, lambda _: math.inf
@@ -304,7 +306,7 @@ def _checked_schedule(schedule: Any) -> Callable[[int], ProfilerAction]:
 
 
 def _label_submodules(module: nn.Module) -> list[Any]:
-    """Label each submodule's forward with its class and name; return a function that removes the labels."""
+    """Label each submodule's forward with its class and name; return the hooks' handles, to remove the labels."""
     handles: list[Any] = []
     for name, submodule in module.named_modules():
         if not name:

@@ -1,10 +1,11 @@
-"""The clock of a run: where its time went, at no measurable cost to a step.
+"""Measure where the time of a run goes, at no measurable cost to a step.
 
-Validation and saving are rare, and timed each time. Waiting for data, forward, backward and the optimizer happen in
-every step; they are sampled in bursts of a few batches. The distance between two bursts is random and grows by 5% each
-time, also across epochs, so a run of any length has some hundred bursts. Between the bursts the loop calls the same
-functions as without a clock; during a burst the variables that hold these functions hold timed ones (`watch`). On CUDA,
-events time the parts of a step. They are read after the device has passed them, so the host never waits for the device.
+Validation and saving are rare, and are timed every time. Waiting for data, forward, backward and the optimizer happen
+in every step; they are sampled in bursts of a few batches. The distance between two bursts is random and grows by 5%
+each time, also across epochs, so a run of any length has some hundred bursts. Between the bursts, the loop calls the
+same functions as without a clock. During a burst, the variables that hold these functions hold timed versions of them
+(`watch`). On CUDA, events time the parts of a step. The events are read after the device has passed them, so the host
+never waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 STEP_PARTS = ("data", "forward", "backward", "optimizer")
 _SHOWN = {"other": "idle and other"}
 _BURST = 4
-# Batches between two bursts: the first gap, its growth, and the largest.
+# Batches between two bursts: the first gap, the growth of the gap, and the largest gap.
 _FIRST_GAP, _GROWTH, _LARGEST_GAP = 8.0, 1.05, 1_000_000.0
 
 Function = Callable[..., Any]
@@ -33,23 +34,23 @@ _Timed = tuple[str, str | None, Any, Any]
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Result of a fit, and where its time went; `trainer.run_summary` is that of the last fit.
+    """Result of a fit, and where its time went; `trainer.run_summary` is the summary of the last fit.
 
     Attributes:
-        why: why it ended: which limit was reached, who asked for the stop, which signal or error.
-        wall_s: seconds from its start to its end.
-        steps: optimizer steps that this start of the run has done.
-        batches: training batches of this start, on this rank.
-        epoch: the epoch in which it ended, from 0.
-        time_s: seconds by part: start, data, forward, backward, optimizer, validation, saving and other, which is
-            hooks, logging and, on a device, waiting for the host. Together they are `wall_s`. Those from data to
+        why: why the fit ended: the limit that was reached, who asked for the stop, or the signal or error.
+        wall_s: seconds from the start to the end of the fit.
+        steps: number of optimizer steps in this fit, without steps before a resume.
+        batches: number of training batches in this fit, on this rank.
+        epoch: epoch in which the fit ended, from 0.
+        time_s: seconds by part: start, data, forward, backward, optimizer, validation, saving, and other (hooks,
+            logging and, on a device, waiting for the host). The sum of all parts is `wall_s`. The parts from data to
             optimizer are estimated from sampled steps.
-        best_checkpoint: path of the best checkpoint, without a `monitor` of the newest; None where there is none.
-        best_score: its score.
-        monitor: the metric that the score is of.
-        metrics: the last values that were logged.
-        recompiles: how often torch compiled something again, where the module is compiled.
-        recompile_reason: torch's reason for the first time; "" where there is none.
+        best_checkpoint: path of the best checkpoint, or without a `monitor` of the newest; None if there is none.
+        best_score: score of this checkpoint.
+        monitor: name of the metric that is the score.
+        metrics: last logged values, by name.
+        recompiles: how often torch compiled a function again, if the module is compiled.
+        recompile_reason: torch's reason for the first time that it compiled again; "" if there is none.
 
     Example:
         >>> print(RunSummary("max_steps=8 reached", 10.0, 8, 8, 0, {"forward": 6.0, "other": 4.0}))
@@ -95,7 +96,7 @@ class RunSummary:
 
 
 def duration(seconds: float) -> str:
-    """Format a time for people.
+    """Format a duration for people.
 
     Example:
         >>> duration(2.5), duration(75), duration(7500)
@@ -111,7 +112,7 @@ class RunClock:
     """Clock of one run on one rank.
 
     Attributes:
-        device: where the steps run, once it is known.
+        device: device on which the steps run; None until it is known.
     """
 
     def __init__(self) -> None:
@@ -120,12 +121,12 @@ class RunClock:
         self._loop_began: float | None = None
         self._rare: dict[str, float] = {"validation": 0.0, "saving": 0.0}
         self._rare_before_loop = 0.0
-        self._inner = 0.0  # seconds of the open region that belong to regions within it
+        self._inner = 0.0  # seconds that count for regions inside the region that is being timed
         self._watched: dict[str, tuple[CellType, Function, Function]] = {}
         self._burst: dict[str, float] = {}  # seconds of each part in the current burst
         # Seconds of the first batch, counted apart, since it compiles and warms up.
         self._first: dict[str, float] | None = None
-        # For each burst: the number of batches that it stands for, and its seconds per batch by part.
+        # For each burst: number of batches that it represents, and seconds per batch by part.
         self._bursts: list[tuple[int, dict[str, float]]] = []
         # Bursts that the device has not finished yet.
         self._pending: list[tuple[int, int, dict[str, float], list[_Timed]]] = []
@@ -134,11 +135,11 @@ class RunClock:
         self._gap, self._random = _FIRST_GAP, random.Random(0)
         self._left = 0  # batches until the next burst
 
-    # ---- parts that run rarely
+    # ---- parts that run rarely, such as validation
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Time a block that runs rarely; the time of timed blocks inside it is subtracted."""
+        """Time a block that runs rarely, without the time of timed blocks inside it."""
         outer, self._inner = self._inner, 0.0
         start = time.perf_counter()
         try:
@@ -155,20 +156,20 @@ class RunClock:
     # ---- parts of a step
 
     def watch(self, part: str, closure: FunctionType, name: str, index: int | None = None) -> None:
-        """Time a function of the step in each burst, through the closure variable that holds it.
+        """Time a function of the step during bursts, by replacing it in the closure variable that holds it.
 
         Args:
-            part: of `STEP_PARTS`.
-            closure: a function that calls it.
-            name: its name there, a variable of the function around.
-            index: where several such closures are watched, which one this is.
+            part: name of the part, one of `STEP_PARTS`.
+            closure: function that calls the timed function.
+            name: name of the variable that holds the timed function, a free variable of `closure`.
+            index: number of this closure, if several closures of the same function are watched.
         """
         cell = (closure.__closure__ or ())[closure.__code__.co_freevars.index(name)]
         function = cell.cell_contents
         self._watched[f"{closure.__qualname__}.{name}.{index}"] = cell, function, self._timed(part, function)
 
     def sampled(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and time some of them. Between two bursts, no Python code of this method runs."""
+        """Yield the batches, and time some of them. Between two bursts, this method runs no Python code."""
         return chain.from_iterable(self._segments(iter(batches)))
 
     def _segments(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
@@ -176,7 +177,8 @@ class RunClock:
             if self._left:
                 given = count(1)
                 try:
-                    # all entries of `given` are true; compress only makes the count of batches available
+                    # all numbers in `given` are true, so compress passes every batch; the next number tells how many
+                    # passed
                     yield islice(compress(batches, given), self._left)
                 finally:
                     self._left -= next(given) - 1
@@ -214,7 +216,7 @@ class RunClock:
             start = time.perf_counter()
             try:
                 result = function(*args, **kwargs)
-                if event is not None:  # After an error, a failed device would raise another error here.
+                if event is not None:  # not done after an error, since a failed device would raise another error here
                     self._open_events.append((part, parent, event, self._event()))
                 return result
             finally:
@@ -232,7 +234,7 @@ class RunClock:
         return event
 
     def _end_burst(self, done: int) -> None:
-        """Add a burst of `done` batches; it also stands for the batches until the next burst."""
+        """Add a burst of `done` batches, which also represents the batches until the next burst."""
         if done:
             self._left = gap = int(self._gap * (0.5 + self._random.random()))
             self._gap = min(self._gap * _GROWTH, _LARGEST_GAP)
@@ -242,8 +244,8 @@ class RunClock:
         self._take_finished()
 
     def _take_finished(self) -> None:
-        """Add the bursts that the device has finished; never wait for it."""
-        # A failed device ends the run at its next use; an error here would hide the first one.
+        """Add the bursts that the device has finished, without waiting for the device."""
+        # A failed device ends the run at its next use; an error raised here would hide that error.
         with suppress(RuntimeError):
             while self._pending and all(end.query() for _, _, _, end in self._pending[0][3]):
                 weight, done, per_batch, events = self._pending.pop(0)
@@ -262,7 +264,7 @@ class RunClock:
         """Return the seconds of each part so far.
 
         Args:
-            batches: training batches done.
+            batches: number of finished training batches.
         """
         self._take_finished()
         now, rare, first = time.perf_counter(), sum(self._rare.values()), self._first or {}
@@ -273,7 +275,7 @@ class RunClock:
         computing = sum(rates.values()) - rates["data"]
         scale = min(1.0, left / computing) if computing else 1.0
         parts = {part: first.get(part, 0.0) + rates[part] * scale for part in STEP_PARTS}
-        # If the device computes while the host waits for data, that wait costs nothing, so it does not count.
+        # If the device computes while the host waits for data, this wait costs nothing, so it does not count.
         parts["data"] = first.get("data", 0.0) + min(rates["data"], max(0.0, left - computing * scale))
         parts |= self._rare
         start = wall if self._loop_began is None else self._loop_began - self._began
@@ -281,7 +283,7 @@ class RunClock:
         return {**parts, "other": max(0.0, wall - sum(parts.values()))}
 
     def _rate(self, part: str) -> float:
-        """Estimate the seconds per batch: for waiting for data the mean of the bursts, for other parts the median."""
+        """Estimate the seconds per batch of a part: for data the mean of the bursts, for other parts the median."""
         total = sum(weight for weight, _ in self._bursts)
         if part == "data":
             return sum(weight * burst[part] for weight, burst in self._bursts) / total if total else 0.0

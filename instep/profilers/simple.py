@@ -1,4 +1,4 @@
-"""The profiler that measures how long each action takes."""
+"""`SimpleProfiler`: measure how long each action takes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _KEPT = 100_000
 
 
 class SimpleProfiler(Profiler):
-    """Measures how long each action takes, by the host's clock, and reports its mean and total.
+    """Measures how long each action takes by the host's clock, and reports the mean and the total of each action.
 
-    The time of an action includes all that runs inside it. On a GPU it ends when the work is queued, not when it is
-    done; use `PyTorchProfiler` for the device's times.
+    The time of an action includes everything that runs inside it. On a GPU, the time ends when the work is queued, not
+    when the work is done; use `PyTorchProfiler` for the times of the device.
 
     Args:
         dirpath: as in `Profiler`.
         filename: as in `Profiler`.
-        extended: report the number of calls and the share of the run's time, too.
+        extended: whether to report the number of calls and the share of the run's time too.
 
     Attributes:
-        recorded_durations: the seconds of the calls by action; of many the last hundred thousand or more.
+        recorded_durations: seconds of the calls of each action; at least the last 100,000 calls are kept.
 
     Raises:
-        SettingError: an action is started within itself, or stopped without a start.
+        SettingError: an action is started inside itself, or stopped without a start.
 
     Example:
         >>> profiler = SimpleProfiler()
@@ -47,19 +47,19 @@ class SimpleProfiler(Profiler):
         self.extended = extended
         self.current_actions: dict[str, float] = {}
         self.recorded_durations: dict[str, array[float]] = {}
-        # For each action, number and seconds of the calls that the list no longer holds.
+        # For each action: number and total seconds of the calls that were dropped from the list.
         self._earlier: dict[str, tuple[int, float]] = {}
         self.start_time = time.perf_counter()
 
     def start(self, action_name: str) -> None:
-        """Record the time."""
+        """Record the time at which an action starts."""
         if action_name in self.current_actions:
             message = f"Attempted to start {action_name} which has already started: give the inner one another name."
             raise SettingError(message, field="action_name", got=action_name)
         self.current_actions[action_name] = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
-        """Add the seconds since the start."""
+        """Add the seconds since the action started."""
         end = time.perf_counter()
         start = self.current_actions.pop(action_name, None)
         if start is None:
@@ -73,17 +73,17 @@ class SimpleProfiler(Profiler):
             del durations[:_KEPT]
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
-        """Begin a run, and drop the measurements of the last one."""
+        """Begin a run, and drop the measurements of the run before."""
         if self._stage is not None:
             self.recorded_durations, self._earlier, self.start_time = {}, {}, time.perf_counter()
         super().setup(stage, local_rank, log_dir)
 
     def teardown(self, stage: str | None) -> None:
-        """End a run, which may have left actions open after an error."""
+        """End a run; after an error, actions may still be open, and are dropped."""
         self.current_actions.clear()
 
     def summary(self) -> str:
-        """Return a table of all actions, the longest first."""
+        """Return a table of all actions, with the longest first."""
         total = time.perf_counter() - self.start_time
         times: list[tuple[float, int, str]] = []
         for name, durations in self.recorded_durations.items():

@@ -1,4 +1,4 @@
-"""Recordings of torch's profiler: what `PyTorchProfiler` and `accelerator.profile()` share."""
+"""Make torch's profiler and write its recordings, for `PyTorchProfiler` and `accelerator.profile()`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Write = Callable[["Recorder", int], None]
 class TraceReady:
     """Callback of torch's profiler that writes each finished recording, then calls the user's function.
 
-    An error is kept and raised at the end of the block, since an error in a callback would make torch's profiler end
-    the process.
+    An error is kept, and raised at the end of the profiled block, since an error inside the callback would make torch's
+    profiler end the process.
 
     Args:
-        write: takes torch's profiler and the number of the recording, from 1; None writes nothing.
-        then: the user's function.
+        write: function that gets torch's profiler and the number of the recording, from 1; None: nothing is written.
+        then: function of the user, which gets torch's profiler; None: nothing more is called.
 
     Attributes:
-        calls: recordings so far.
-        error: the first error.
+        calls: number of recordings so far.
+        error: the first error; None if there was none.
     """
 
     def __init__(self, write: Write | None, then: Callable[[Any], Any] | None = None) -> None:
@@ -47,14 +47,14 @@ class TraceReady:
             self.error = self.error or error
 
     def check(self) -> None:
-        """Raise the first error of a recording."""
+        """Raise the first error that occurred in the callback, if any."""
         if self.error is not None:
             raise self.error
 
 
 def chrome_traces(folder: Path, rank: int) -> Write:
-    """Return a function that writes `profile_<rank>.json`, with a number in the name from the second call on."""
-    # made now, so that a folder that cannot be made is an error before training
+    """Return a function that writes `profile_<rank>.json`; from the second recording on, the name has its number."""
+    # made now, so that an error about the folder comes before training
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(profiler: Recorder, number: int) -> None:
@@ -70,12 +70,12 @@ def recorder(
     schedule: Callable[[int], Any] | Mapping[str, int] | None = None,
     **options: Any,
 ) -> Recorder:
-    """Make torch's profiler.
+    """Make torch's profiler from instep's arguments.
 
     Args:
-        ready: called with each recording.
-        activities: names such as "cpu", or torch's own; None for all of this machine.
-        schedule: torch's, or its arguments; None records everything.
+        ready: callback that is called with each recording.
+        activities: names such as "cpu", or torch's own values; None: all activities of this machine.
+        schedule: a schedule of torch, or a dict of its arguments; None: everything is recorded.
         options: further arguments of `torch.profiler.profile`.
     """
     chosen = None if activities is None else [activity(name) for name in activities]
@@ -85,10 +85,10 @@ def recorder(
 
 
 def activity(name: Any) -> Any:
-    """Return torch's kind of activity for a name.
+    """Return torch's kind of activity for a name; any other value is returned unchanged.
 
     Raises:
-        SettingError: torch has none of that name.
+        SettingError: torch has no activity of this name.
     """
     if not isinstance(name, str):
         return name

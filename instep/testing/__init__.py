@@ -1,9 +1,9 @@
-"""The contract tests that authors of callbacks, loggers, strategies, modules and data modules run over their own.
+"""Contract tests that authors of callbacks, loggers, strategies, modules and data modules run on their own classes.
 
-Each check is one function that a test calls. The function makes small runs on the CPU in a temporary folder. It raises
-a `ContractError`, which is an `AssertionError` and says which rule is broken. No test framework is needed.
+Each check is a function that a test calls. The function makes small runs on the CPU in a temporary folder. If a rule is
+broken, it raises a `ContractError`, which is an `AssertionError` and names the rule. No test framework is needed.
 
-Example, in a test file of a package::
+Example in a test file of a package::
 
     from instep.testing import check_callback, check_logger, check_strategy
     from my_package import MyCallback, MyLogger, MyStrategy

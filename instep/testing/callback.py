@@ -1,4 +1,4 @@
-"""The contract of a callback."""
+"""Contract test of a callback: `check_callback`."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ _STAGES = {
 def check_callback(make: Callable[[], Callback], *, module: Callable[[], TrainModule] = Net) -> None:
     """Check that a callback keeps the rules of callbacks, by small runs on the CPU.
 
-    The rules: no method looks like a hook and is none; fit runs with it, and validate, test and predict where `module`
-    has a step and a loader for them; its state is of tensors and JSON values; a run that is resumed in the middle of an
-    epoch, with a new object that took up the state, ends with the same bits, but for seconds (the keys `time_s` and
-    `time_elapsed` of the state), as one that was not stopped; no hook raises after a batch has failed; and the object
-    can be used again then.
+    The rules: no method looks like a hook and is not one. fit runs with the callback, and so do validate, test and
+        predict if `module` has a step and a loader for them. The callback's state consists of tensors and JSON values.
+        A run that is resumed in the middle of an epoch, with a new callback that loads the state, ends with the same
+        bits as a run that was not stopped, except for seconds (the keys `time_s` and `time_elapsed` of the state). No
+        hook raises after a batch has failed, and the callback can be used again after that.
 
     Args:
-        make: the class, or a function without arguments that makes a new object at each call.
-        module: makes what is trained, with loaders of its own, for a callback that needs more than a regression on
-            batches `(x, y)` of shapes (4, 8) and (4, 2), which logs `train_loss` and `val_loss`.
+        make: the class, or a function without arguments that makes a new callback at each call.
+        module: function that makes the module to train, which has its own loaders. The default is a regression on
+            batches `(x, y)` of shapes (4, 8) and (4, 2) that logs `train_loss` and `val_loss`; give another one if the
+            callback needs it.
 
     Raises:
-        ContractError: with the rule that is broken and what was seen.
+        ContractError: a rule is broken; the text has the rule and what was seen.
 
     Example:
         >>> from instep import Callback

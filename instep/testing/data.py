@@ -1,4 +1,4 @@
-"""The contract of a DataModule."""
+"""Contract test of a DataModule: `check_datamodule`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from instep.utils.seed import seed_process
 def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> None:
     """Check that a data module keeps the rules of data modules, by runs of a few batches on the CPU.
 
-    The rules: no method looks like a hook and is none; its training data can be read in two epochs; two objects give
-    the same batches under one seed, as ranks need; and a run that is resumed in the middle of an epoch, with a new
-    object, reads the very batches that were left.
+    The rules: no method looks like a hook and is not one. The training data can be read in two epochs. Two data modules
+        give the same batches under the same seed, as ranks need. A run that is resumed in the middle of an epoch, with
+        a new data module, reads exactly the batches that had not been read.
 
     Args:
-        make: the class, or a function without arguments that makes a new object at each call.
-        batches: training batches of an epoch that are read, at least four; the data must have as many.
+        make: the class, or a function without arguments that makes a new data module at each call.
+        batches: number of training batches that are read per epoch, at least four; the data must have that many.
 
     Raises:
-        ContractError: with the rule that is broken and what was seen.
+        ContractError: a rule is broken; the text has the rule and what was seen.
 
     Example:
         >>> from instep import DataModule
@@ -73,7 +73,7 @@ def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> Non
 
 
 class Reader(TrainModule):
-    """Module that trains nothing, and keeps the bits of every training batch."""
+    """Module that trains nothing, and keeps a digest of every training batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,13 +81,13 @@ class Reader(TrainModule):
         self.seen: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Keep the batch."""
+        """Keep a digest of the batch."""
         self.seen.append(comparable(batch, ""))
         return self.weight * 0.0
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Read the batch."""
+        """Do nothing with a validation batch."""
 
     def configure_optimizers(self) -> Any:
-        """Return SGD."""
+        """Return SGD with a learning rate of 0."""
         return torch.optim.SGD(self.parameters(), lr=0.0)

@@ -1,4 +1,4 @@
-"""The contract of a logger."""
+"""Contract test of a logger: `check_logger`."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from instep.utils.seed import seed_process
 
 Rows = Iterable[tuple[int, Mapping[str, float]]]
 _NAMES = ("train_loss_step", "val_loss", "late")
-_LATE = 10_000  # the step of what is logged after `finalize`
+_LATE = 10_000  # step of a value that is logged after `finalize`
 
 
 def check_logger(make: Callable[[], Logger], *, read: Callable[[Logger], Rows] | None = None) -> None:
     """Check that a logger keeps the rules of loggers, by small runs on the CPU.
 
-    The rules: each kind that it has a hook for (text, image, table and so on) arrives, and none of its hooks raises;
-    `finalize` may be called twice, and what is logged after it opens the logger again; its state is of JSON values; and
-    none of its hooks raises after a step has failed. And, with `read`: each step is there once, with its value, also
-    of a run that failed in the middle and was resumed from an earlier checkpoint.
+    The rules: each kind of value that the logger has a hook for (text, image, table and so on) arrives, and none of the
+        hooks raises. `finalize` may be called twice, and logging a value after it opens the logger again. The logger's
+        state consists of JSON values. None of its hooks raises after a step has failed. With `read` also: each step is
+        logged once, with its value, even in a run that failed in the middle and was resumed from an earlier checkpoint.
 
     Args:
-        make: the class, or a function without arguments that makes a new object at each call.
-        read: returns what the tracker or file of a closed logger has, as pairs of step and numbers by name, in any
-            order; `logger.log_dir` says where it wrote. None: what arrived is not read back.
+        make: the class, or a function without arguments that makes a new logger at each call.
+        read: function that returns what the tracker or file of a closed logger has: pairs of a step and numbers by
+            name, in any order; `logger.log_dir` is the folder it wrote to. None: what arrived is not read back.
 
     Raises:
-        ContractError: with the rule that is broken and what was seen.
+        ContractError: a rule is broken; the text has the rule and what was seen.
 
     Example:
         >>> import csv
@@ -75,7 +75,7 @@ def check_logger(make: Callable[[], Logger], *, read: Callable[[Logger], Rows] |
 
 
 class Kept(Logger):
-    """Logger that keeps its rows in a list."""
+    """Logger that keeps the logged numbers in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ class Kept(Logger):
 
 
 class EveryKind(Callback):
-    """Callback that logs one value of each kind that a logger takes, at the start of training."""
+    """Callback that logs one value of each kind that a logger supports, at the start of training."""
 
     def __init__(self, logger: Logger) -> None:
         self.logger = logger
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Log each kind, and hyperparameters."""
+        """Log one value of each kind, and hyperparameters."""
         logger, file = self.logger, Path(trainer.default_root_dir, "note.txt")
         file.write_text("a file")
         calls: dict[str, Callable[[], None]] = {
@@ -116,7 +116,7 @@ def _train(root: Path, loggers: list[Logger], callbacks: list[Callback], ckpt_pa
 
 
 def _check_arrived(name: str, folder: Path, caught: list[warnings.WarningMessage]) -> None:
-    """Raise if a record still waits on the disk, as it does after an error in a hook."""
+    """Raise if a record still waits on the disk for the tracker, as happens after an error in a hook."""
     waiting = [file for file in folder.glob("**/loggers/*.jsonl") if file.name.startswith(name)]
     said = list(dict.fromkeys(str(each.message) for each in caught if str(each.message).startswith(name)))
     if waiting or said:
@@ -135,7 +135,7 @@ def _check_state(logger: Logger, name: str) -> None:
 
 
 def _compare(name: str, what: str, rows: Rows, expected: Rows) -> None:
-    """Compare a logger's rows with what was logged: each step of each metric once, equal to seven digits."""
+    """Compare a logger's rows with the logged values: each step of each metric once, equal to seven digits."""
     found, given = _by_name(rows), _by_name(expected)
     for metric in _NAMES:
         steps, wanted = sorted(found[metric]), sorted(given[metric])

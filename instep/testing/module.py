@@ -1,4 +1,4 @@
-"""The contract of a TrainModule."""
+"""Contract test of a TrainModule: `check_module`."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ _SHORT: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_
 def check_module(make: Callable[[], TrainModule], train: Any = None, val: Any = None) -> None:
     """Check that a module keeps the rules of a TrainModule, by runs of a few batches on the CPU.
 
-    The rules: no method looks like a hook and is none; each trainable parameter gets a gradient, as several processes
-    need; validation changes no weight and no buffer; a run that is resumed in the middle, with all objects new, ends
-    with the same bits; and what kept its hyperparameters can be loaded from a checkpoint by its class.
+    The rules: no method looks like a hook and is not one. Each trainable parameter gets a gradient, as several
+        processes need. Validation changes no weight and no buffer. A run that is resumed in the middle, with all
+        objects new, ends with the same bits. A module that saved its hyperparameters can be loaded from a checkpoint by
+        its class.
 
     Args:
-        make: the class, or a function without arguments that makes a new object at each call.
-        train: a loader of at least four batches, or a DataModule; None where the module has loaders of its own.
-        val: a loader for validation; None where the module or the DataModule has its own, or there is none.
+        make: the class, or a function without arguments that makes a new module at each call.
+        train: a loader of at least four batches, or a DataModule; None if the module has its own loaders.
+        val: a loader for validation; None if the module or the DataModule has one, or if there is none.
 
     Raises:
-        ContractError: with the rule that is broken and what was seen.
+        ContractError: a rule is broken; the text has the rule and what was seen.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -76,7 +77,7 @@ def check_module(make: Callable[[], TrainModule], train: Any = None, val: Any = 
 
 
 class Gradients(Callback):
-    """Record which trainable parameters have had a gradient."""
+    """Callback that records which trainable parameters have had a gradient."""
 
     def __init__(self) -> None:
         self.seen: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""Run a function as several ranks, in new processes that share nothing with this one, with a deadline."""
+"""Run a function on several ranks, in new processes that share nothing with this one, with a deadline."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from instep.testing.runs import ContractError
 
 
 def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, timeout_s: float) -> list[Any]:
-    """Run a function as several ranks on the CPU, and return the plain values and tensors that each returned.
+    """Run a function on several ranks on the CPU; return what each rank returned, which are plain values and tensors.
 
     Args:
-        function: of a module's top level, as are the functions and classes among `args`: they are pickled.
-        args: its arguments.
-        ranks: processes.
-        timeout_s: seconds after which all are killed.
+        function: function at the top level of a module, since it is pickled; so are functions and classes in `args`.
+        args: arguments of the function.
+        ranks: number of processes.
+        timeout_s: seconds after which all processes are killed.
 
     Raises:
-        ContractError: a rank raised, or they did not end in time.
+        ContractError: a rank raised an error, or the ranks did not end in time.
     """
     # a forked process would inherit this process's threads, state and GPU
     context = multiprocessing.get_context("spawn")
@@ -60,7 +60,7 @@ def _job(sender: Connection, function: Callable[..., Any], args: Sequence[Any], 
         answer = "", debug_launcher(function, tuple(args), ranks)
     except BaseException:  # noqa: BLE001  whatever it is, the check reports it
         answer = traceback.format_exc(), []
-    # `send` would share the tensors' memory with this process, which may have ended
+    # not `send`, which would share the tensors' memory with this process, which may end before they are read
     torch.save(answer, sent := io.BytesIO())
     sender.send_bytes(sent.getvalue())
     sender.close()

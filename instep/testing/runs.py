@@ -1,4 +1,4 @@
-"""The small runs that every check makes, and their final state in a form that can be compared bit for bit."""
+"""Make the small runs of the checks, and convert their final states to values that can be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OF_THE_MACHINE = r"^DeviceStats|(^|/)device/|(^|[/_])time(_m?s)?$|throughput|_pe
 TIMED = ("time_elapsed", "time_s")
 """Keys of states that hold seconds, which differ between two runs."""
 
-EPOCHS, SAVED_EVERY = 3, 7  # epochs have four or twelve batches, so the save falls into the second epoch
+EPOCHS, SAVED_EVERY = 3, 7  # epochs have four or twelve batches, so the save after 7 steps is inside an epoch
 
 
 class ContractError(InstepError, AssertionError):
@@ -41,7 +41,7 @@ class ContractError(InstepError, AssertionError):
 
 
 class Net(TrainModule):
-    """A regression with dropout and BatchNorm, and the attributes that callbacks look for."""
+    """A small network for regression with dropout and BatchNorm, and with the attributes that callbacks look for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,35 +73,35 @@ class Net(TrainModule):
         return self.head(self.backbone(batch[0]))
 
     def configure_optimizers(self) -> Any:
-        """Return Adam over what is trainable, with an exponential schedule."""
+        """Return Adam over the trainable parameters, with an exponential schedule."""
         optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return 48 shuffled samples."""
+        """Return a loader of 48 shuffled samples."""
         return DataLoader(samples(48), batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return 48 samples in order."""
+        """Return a loader of 48 samples in order."""
         return DataLoader(samples(48), batch_size=8)
 
     test_dataloader = predict_dataloader = val_dataloader
 
 
 class FailAt(Callback):
-    """Raise `Failure` at the batch that begins after `step` optimizer steps."""
+    """Callback that raises `Failure` at the first batch that begins after `step` optimizer steps."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Raise after the given number of steps."""
+        """Raise `Failure` once `step` optimizer steps are done."""
         if trainer.global_step >= self.step:
             raise Failure("the step that was to fail")
 
 
 class Failure(RuntimeError):
-    """The error of `FailAt`."""
+    """Error that `FailAt` raises."""
 
 
 def samples(length: int) -> TensorDataset:
@@ -112,9 +112,9 @@ def samples(length: int) -> TensorDataset:
 
 @contextmanager
 def run_folder(check: str) -> Iterator[Path]:
-    """Yield a temporary folder, and print nothing; an instep error in the block becomes a ContractError.
+    """Yield a temporary folder; printing is suppressed, and an instep error in the block becomes a ContractError.
 
-    The random generators of the caller are put back at the end.
+    The random generators of the caller are restored at the end.
     """
     temporary = tempfile.TemporaryDirectory(prefix="instep-testing-")
     with temporary as folder, redirect_stdout(io.StringIO()), isolate_rng():
@@ -127,10 +127,10 @@ def run_folder(check: str) -> Iterator[Path]:
 
 
 def made(make: Callable[[], T], kind: type[T], check: str) -> T:
-    """Make the object that the check tests.
+    """Make the object that is tested, and check its class.
 
     Raises:
-        ContractError: it is of another class.
+        ContractError: the object is not of this class.
     """
     one = make()
     if not isinstance(one, kind):
@@ -144,7 +144,7 @@ def made(make: Callable[[], T], kind: type[T], check: str) -> T:
 def small_trainer(
     folder: Path, callbacks: Sequence[Callback] = (), saved_every: int = SAVED_EVERY, **settings: Any
 ) -> Trainer:
-    """Make a quiet Trainer on one CPU process that keeps a checkpoint of every `saved_every` steps and of the end."""
+    """Make a quiet Trainer with one CPU process; it saves every `saved_every` steps and at the end, and keeps all."""
     saver = ModelCheckpoint(every_n_train_steps=saved_every, save_top_k=-1, save_last=True)
     options = {
         "accelerator": "cpu",
@@ -161,7 +161,7 @@ def small_trainer(
 
 
 def check_hook_names(caught: Sequence[warnings.WarningMessage], name: str, check: str) -> None:
-    """Raise if the Trainer has warned of a method that looks like a hook and is none."""
+    """Raise if the Trainer has warned about a method that looks like a hook and is not one."""
     wrong = [text for each in caught if (text := str(each.message)).startswith(f"{name}.") and "called" in text]
     if wrong:
         raise ContractError(f"{check}: {'; '.join(dict.fromkeys(wrong))}")
@@ -173,16 +173,17 @@ def check_resume(
     folder: Path,
     saved_every: int = SAVED_EVERY,
 ) -> None:
-    """Resume a run in the middle of an epoch with new objects, and compare its final state with that of the whole run.
+    """Resume a run in the middle of an epoch with new objects, and compare its final state with an unstopped run's.
 
     Args:
-        name: of what is checked, for the error.
-        run: trains in a folder, from a checkpoint or from the start; returns the Trainer and what else to compare.
-        folder: for the runs.
-        saved_every: optimizer steps between two checkpoints of a run.
+        name: name of the tested class, for errors.
+        run: function that trains in a folder, from a checkpoint or from the start; returns the Trainer, and more values
+            to compare.
+        folder: folder in which the runs make their folders.
+        saved_every: number of optimizer steps between two checkpoints of a run.
 
     Raises:
-        ContractError: the resumed run ends in another way, or no checkpoint lies within an epoch.
+        ContractError: the resumed run ends in another state, or no checkpoint lies within an epoch.
     """
     seed_process(1)
     trainer, extra = run(folder / "whole", None)
@@ -207,7 +208,7 @@ def check_resume(
 
 
 def resumed_step(steps: int, epochs: int, saved_every: int) -> int:
-    """Return the first saved step in the second half of a run that lies within an epoch, else the last one, or 0."""
+    """Return the first saved step in the second half of a run, inside an epoch; else the last such step, or 0."""
     within = [step for step in range(saved_every, steps, saved_every) if step * max(epochs, 1) % steps]
     return next((step for step in within if 2 * step > steps), within[-1] if within else 0)
 
@@ -227,10 +228,10 @@ def ends_of(trainer: Trainer, extra: dict[str, Any], folder: Path, ignored: str 
 
 
 def comparable(value: Any, folder: str) -> Any:
-    """Convert a state to values that can be compared, arrays to bits; the run's folder and `TIMED` keys are left out.
+    """Convert a state to values that can be compared bit for bit, without the run's folder and the keys in `TIMED`.
 
     Raises:
-        ContractError: a value is of a class whose parts are unknown.
+        ContractError: a value is of a class that cannot be compared.
     """
     if isinstance(value, Tensor):
         local = getattr(value, "_local_tensor", value).detach().cpu().contiguous()
@@ -245,7 +246,7 @@ def comparable(value: Any, folder: str) -> Any:
         return [comparable(each, folder) for each in value]
     if isinstance(value, str | Path):
         text = str(value).replace(folder, "")
-        # Drop the number of the attempt from a checkpoint's name.
+        # Remove the attempt number from the name of a checkpoint.
         return repr(re.sub(r"(step-\d{8})-\d+$", r"\1", text))
     if isinstance(value, float):
         return value.hex()
@@ -262,7 +263,7 @@ def _digest(dtype: Any, shape: Sequence[int], data: bytes) -> str:
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """List where two results of `comparable` differ."""
+    """List the places at which two results of `comparable` differ, with both values."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = sorted(one.keys() | other.keys())
         return [line for key in keys for line in differences(one.get(key), other.get(key), f"{at}/{key}")]
@@ -272,10 +273,11 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
 
 
 def expect_failure(fit: Callable[[], Any], name: str) -> None:
-    """Call a fit whose step raises `Failure`.
+    """Call a fit in which a step raises `Failure`, and check that the fit raises this error and no other.
 
     Raises:
-        ContractError: none came out of `fit`, or a hook that ran after it raised one more, which the Trainer prints.
+        ContractError: `fit` raised no error, or a hook that ran afterwards raised an error too, which the Trainer
+            prints.
     """
     printed = io.StringIO()
     try:

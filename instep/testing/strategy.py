@@ -1,4 +1,4 @@
-"""The contract of a strategy."""
+"""Contract test of a strategy: `check_strategy`."""
 
 from __future__ import annotations
 
@@ -54,21 +54,22 @@ def check_strategy(
 ) -> None:
     """Check that a strategy keeps the rules of strategies, by runs of several processes on the CPU.
 
-    The rules: with the global batch held, losses and weights are those of one process, with a batch that is smaller
-    than the ranks, with windows of micro-batches and with clipping; a run that is resumed in the middle of an epoch
-    ends with the same bits; and a checkpoint can be loaded by one process, and one of one process by the strategy.
+    The rules: with the same global batch, losses and weights equal those of one process; this is tried with a batch
+        that has fewer samples than ranks, with accumulated micro-batches, and with clipping. A run that is resumed in
+        the middle of an epoch ends with the same bits. One process can load the strategy's checkpoint, and the strategy
+        can load the checkpoint of one process.
 
     Args:
-        make: the class, or a function without arguments, of a module's top level: new processes import it.
-        devices: ranks.
-        module: makes what is trained, from a function of a module's top level, for a strategy that needs certain
-            layers; it has no dropout and no BatchNorm, takes batches `(x, y)` of shapes (n, 8) and (n, 2), and logs
-            `loss` as the mean over an epoch.
-        tolerance: most absolute difference of a loss or weight from that of one process, in float32.
+        make: the class, or a function without arguments, at the top level of a module, since new processes import it.
+        devices: number of ranks.
+        module: function at the top level of a module that makes the module to train, for a strategy that needs certain
+            layers. The module has no dropout and no BatchNorm, takes batches `(x, y)` of shapes (n, 8) and (n, 2), and
+            logs `loss` as the mean over an epoch.
+        tolerance: maximum absolute difference of a loss or weight from the value of one process, in float32.
         timeout_s: seconds that each of the three sets of processes may take.
 
     Raises:
-        ContractError: with the rule that is broken and what was seen.
+        ContractError: a rule is broken; the text has the rule and what was seen.
 
     Example:
         ::
@@ -101,14 +102,14 @@ def check_strategy(
 
 
 def alone_strategy() -> Strategy:
-    """Make the strategy of one process."""
+    """Make the strategy of a single process."""
     return Strategy()
 
 
 def train_cases(
     make: Callable[[], Strategy | str], module: Callable[[], TrainModule], folder: str, other: str | None
 ) -> dict[str, Any]:
-    """Train all cases on this rank; with the folder of another run, also resume its checkpoint and the other's."""
+    """Train all cases on this rank; if `other` is given, also resume from checkpoints of this run and of the other."""
     strategy = make()
     results: dict[str, Any] = {
         "name": strategy if isinstance(strategy, str) else type(made(make, Strategy, "check_strategy")).__name__
@@ -126,7 +127,7 @@ def train_cases(
 def resume(
     make: Callable[[], Strategy | str], module: Callable[[], TrainModule], other: str, folder: str
 ) -> dict[str, Any]:
-    """Resume the first case from the middle of the run in another folder."""
+    """Resume the first case from the checkpoint in the middle of the run in the folder `other`."""
     return _train(make, module, next(iter(CASES)), folder, middle(f"{other}/0"))
 
 
@@ -136,26 +137,26 @@ def middle(folder: str) -> Path:
 
 
 class Watch(Callback):
-    """Callback that keeps the loss of each epoch, and the weights before teardown."""
+    """Callback that keeps the loss of each epoch, and the weights at the end of fit."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.weights: dict[str, Tensor] = {}
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Keep the loss."""
+        """Keep the loss of the epoch."""
         self.losses.append(float(trainer.callback_metrics["loss"]))
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
-        """Keep the whole weights, on the first rank."""
+        """Keep the whole weights, on the main process."""
         self.weights = {name: value.clone() for name, value in trainer.strategy.full_model_state().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses."""
+        """Return the losses, for a checkpoint."""
         return {"losses": self.losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the losses."""
+        """Restore the losses from a checkpoint."""
         self.losses = state_dict["losses"]
 
 
