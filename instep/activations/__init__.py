@@ -1,7 +1,7 @@
-"""Activation memory: parts of a module keep little in the forward and run again in the backward, in any strategy.
+"""Recompute parts of a module in the backward, so that their activations take little memory, under any strategy.
 
-`recompute` changes one part, and is the only function that strategies call; `checkpointing` chooses the parts for a
-run. A name is loaded when it is first used.
+`recompute` changes a single part, and is the only function that strategies call. `checkpointing` chooses the parts for
+a run. A name is loaded at its first use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`ActivationCheckpointing`: recomputation of chosen activations in the backward, under every strategy."""
+"""`ActivationCheckpointing`: recompute chosen activations in the backward, under every strategy."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ _SETTINGS = {"every": int, "save": str}
 class ActivationCheckpointing(Callback):
     """Callback that recomputes activations in the backward, to save memory.
 
-    It recomputes chosen parts, or the operations that torch's compiler chooses within a budget. The module is changed
-    in place before the strategy shards or wraps it, and changed back when the run ends. Names and values of weights do
-    not change, so checkpoints with and without it are alike. Dropout draws the same masks in both forwards. A model of
-    transformers needs `config.use_cache=False`.
+    It recomputes chosen parts of the module, or operations that torch's compiler chooses within a memory budget. The
+    module is changed in place before the strategy shards or wraps it, and changed back when the run ends. Names and
+    values of weights do not change, so checkpoints with and without this callback are alike. Dropout draws the same
+    masks in both forwards. A model of transformers needs `config.use_cache=False`.
 
     Args:
-        parts: classes or their names, a number of parameters, or a function of a module's name and the module, as
-            `FSDPStrategy(wrap=)` takes them. None: the blocks of a transformer, as `wrap` finds them.
-        every: the first of the parts and every n-th after it; 1 for all.
-        save: operations whose results are kept all the same: "ops" for matrix products, convolutions, attention and
-            collectives, so that only cheap ones run again; or a list of torch's operators. One that draws random
-            numbers always runs again.
-        context_fn: in place of `save`, as `torch.utils.checkpoint.checkpoint` takes it.
-        memory_budget: instead of all these, for a compiled module: the part of the activations that the compiler may
-            keep, from 0.0 (the inputs of each graph) to 1.0 (all). It chooses what runs again by its cost.
+        parts: classes or their names, a number of parameters, or a function of a module's name and the module, as for
+            `FSDPStrategy(wrap=)`. None: the blocks of a transformer, as `wrap` finds them.
+        every: recompute the first part and every n-th part after it; 1: all parts.
+        save: operations whose results are kept and not recomputed: "ops" for matrix products, convolutions, attention
+            and collectives, so that only cheap operations run again; or a list of torch's operators. An operator that
+            draws random numbers always runs again.
+        context_fn: used instead of `save`; a function as for `torch.utils.checkpoint.checkpoint`.
+        memory_budget: used instead of all other arguments, for a compiled module: the share of the activations that the
+            compiler may keep, from 0.0 (the inputs of each graph) to 1.0 (all). The compiler chooses what runs again by
+            cost.
 
     Raises:
-        SettingError: a setting is wrong or does not go with another; when training starts: the parts mean nothing, or
-            are recomputed by the strategy's `activation_checkpointing` too, or the strategy is "dp".
-        UsageError: `memory_budget` without `torch.compile`.
+        SettingError: a setting is wrong or contradicts another one. When training starts: no part is found, parts are
+            also recomputed by the strategy's `activation_checkpointing`, or the strategy is "dp".
+        UsageError: `memory_budget` is given without `torch.compile`.
 
     Example:
         >>> blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(5))
@@ -89,18 +90,18 @@ class ActivationCheckpointing(Callback):
     # ---- use without a Trainer
 
     def apply(self, module: nn.Module) -> ExitStack:
-        """Recompute the chosen parts of a module of your own loop, before `Accelerator.prepare` or a strategy gets it.
+        """Recompute the chosen parts of a module in your own loop, before `Accelerator.prepare` or a strategy.
 
         Args:
-            module: changed in place. With `memory_budget` it is not changed, but it must be compiled, by
-                `torch.compile` or by what `prepare` returned.
+            module: the module, changed in place. With `memory_budget` it is not changed, but must be compiled, by
+                `torch.compile` or by `prepare`.
 
         Returns:
             An object whose `close()`, or whose end as a `with` block, undoes the change. Undoing is optional.
 
         Raises:
-            SettingError: the module has no such parts, or they are recomputed already.
-            UsageError: `memory_budget` is given, but nothing is compiled.
+            SettingError: the module has no such parts, or the parts are recomputed already.
+            UsageError: `memory_budget` is given, but no module is compiled.
 
         Example:
             >>> block = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -119,10 +120,10 @@ class ActivationCheckpointing(Callback):
         return self._budget()
 
     def parts_of(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the parts of a module that would be recomputed, by name.
+        """Return the parts of a module that would be recomputed, by their names.
 
         Raises:
-            SettingError: there are none.
+            SettingError: no part is found.
         """
         found = select("parts", self.parts, module)
         if not found:
@@ -203,7 +204,7 @@ def _not_compiled(budget: float) -> UsageError:
 
 
 def recomputed(subject: Any, words: Sequence[str]) -> Any:
-    """Return the subject of a memory estimate whose module has recomputation by the words of `from_words`."""
+    """Return the subject of a memory estimate with recomputation in its module, as `from_words` reads it from words."""
     checkpointing = from_words(words)
 
     def make() -> nn.Module:
@@ -215,7 +216,7 @@ def recomputed(subject: Any, words: Sequence[str]) -> Any:
 
 
 def from_words(words: Sequence[str]) -> ActivationCheckpointing:
-    """Read the words of a command line: classes, `every=N`, and `save=ops`.
+    """Make an `ActivationCheckpointing` from words of a command line: classes, `every=N`, and `save=ops`.
 
     Raises:
         SettingError: a word has another form.

@@ -1,4 +1,4 @@
-"""Recomputation of one part's activations: its forward keeps little, and runs again in the backward."""
+"""Recompute the activations of a part of a module: its forward keeps little, and runs again in the backward."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _MARK = "_recomputed"
 
 
 def contexts_of(save: Any) -> ContextFunction | None:
-    """Return torch's contexts that keep the results of some operations, while the others run again.
+    """Return torch's contexts in which the results of some operations are kept and all other operations run again.
 
     Args:
         save: "ops" for matrix products, convolutions, attention and collectives; or a list of torch's operators, such
-            as `torch.ops.aten.mm.default`; None for none.
+            as `torch.ops.aten.mm.default`; None: return None.
 
     Raises:
-        SettingError: it is something else.
+        SettingError: `save` has another value.
     """
     if save is None:
         return None
@@ -62,7 +62,7 @@ def _keeping(saved: frozenset[Any]) -> ContextFunction:
 
 
 def _operators(room: str, names: Sequence[str]) -> frozenset[Any]:
-    """Return the operators with these names that this torch has."""
+    """Return those operators with these names that the installed torch has."""
     found = (getattr(getattr(torch.ops, room), name, None) for name in names)
     return frozenset(each.default for each in found if each is not None)
 
@@ -73,7 +73,7 @@ def _choose(saved: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) -
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator draws random numbers; if it did not run again, later draws would differ."""
+    """Return True if an operator draws random numbers; if it did not run again, later draws would differ."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     names = [argument.name for argument in op._schema.arguments]
@@ -84,16 +84,17 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Callable[[], None]:
     """Replace a part's forward by one that keeps only its inputs and runs again in the backward.
 
-    Names in state dicts stay. The second forward draws the same random numbers, does not change the running statistics
-    of torch's batch and instance norms, and uses the first forward's vectors in spectral norms. Any other buffer that a
-    forward changes is changed twice. Without gradients the forward runs unchanged, since nothing has to be kept.
+    Names in state dicts do not change. The second forward draws the same random numbers, does not change the running
+    statistics of torch's batch and instance norms, and uses the first forward's vectors in spectral norms. Any other
+    buffer that a forward changes is changed twice. Without gradients the forward runs unchanged, since nothing has to
+    be kept.
 
     Args:
-        part: whose forward is replaced; hooks of the part itself run once.
-        context_fn: torch's contexts of both forwards, such as `contexts_of` makes.
+        part: module whose forward is replaced; hooks of this module itself run once.
+        context_fn: function that returns torch's contexts for both forwards, such as the result of `contexts_of`.
 
     Returns:
-        What gives the part its own forward back.
+        A function that restores the part's own forward.
 
     Raises:
         SettingError: the part is recomputed already.
@@ -127,7 +128,7 @@ def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Cal
 
 
 def is_recomputed(part: nn.Module) -> bool:
-    """Return whether `recompute` has replaced a part's forward."""
+    """Return True if `recompute` has replaced a part's forward."""
     return _MARK in part.__dict__
 
 
@@ -137,19 +138,20 @@ def _forward(
     if not torch.compiler.is_compiling():
         norms = [each for each in part.modules() if isinstance(each, _NormBase) and each.track_running_stats]
         powers = list(_powers_of(part))
-        if norms or powers:  # in compiled code the second forward changes no buffer
+        if norms or powers:  # only in eager code, since in compiled code the second forward changes no buffer
             context_fn = partial(_contexts, norms, powers, context_fn or noop_context_fn)
     elif context_fn is None and any(hasattr(parameter, "device_mesh") for parameter in part.parameters()):
-        # torch 2.13 saves in the wrong order if there are a mesh and a generator's state, so attention runs only once.
+        # With a device mesh and a random generator, torch 2.13 saves results in the wrong order, so attention runs only
+        # once.
         context_fn = _keeping(_operators("aten", _ATTENTION))
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
-    if kwargs:  # `partial` even without options, since an argument may have the name of an option
+    if kwargs:  # `partial` is needed even without options, since an argument may have the name of an option
         own = partial(own, **kwargs)
     return checkpoint(own, *args, use_reentrant=False, **options)
 
 
 def _powers_of(part: nn.Module) -> Iterator[_Power]:
-    """Yield the power iteration of each spectral norm in a part, the buffers of its vectors, and their prefix."""
+    """Yield for each spectral norm in a part: the object, the buffers of its vectors, and the prefix of their names."""
     for each in part.modules():
         if isinstance(each, _SpectralNorm) and "_u" in each._buffers:
             yield each, each._buffers, ""
@@ -159,7 +161,7 @@ def _powers_of(part: nn.Module) -> Iterator[_Power]:
 
 
 class _BuffersKept:
-    """Both contexts of a part's forward: the second forward changes no buffer, and uses the vectors of the first."""
+    """Contexts of both forwards of a part: the second forward changes no buffer, and uses the vectors of the first."""
 
     def __init__(self, norms: Sequence[_NormBase], powers: Sequence[_Power], context_fn: ContextFunction) -> None:
         self._norms, self._powers = norms, powers

@@ -1,3 +1,3 @@
-"""Starting ranks: run a command as N processes under torchrun's elastic agent; README.md has the files in order."""
+"""Start a command as N ranks under torchrun's elastic agent; README.md in this folder lists the files in order."""
 
 __all__: list[str] = []  # internal: may change in any release

@@ -1,14 +1,14 @@
-"""One node's agent: it keeps exit codes apart, gives ranks time to save, and exchanges messages with other nodes.
+"""The agent of a node: it tells exit codes apart, gives ranks time to save, and sends messages to other agents.
 
 Differences from torch's elastic agent, in addition to those in `torch_agent`:
 
-- After one rank has ended with a code other than 0, the other ranks may finish their save if it was preempted, and get
-  5 s if it failed.
-- torch's agents learn of another node's failure only when their own ranks' connections break, and each counts its own
-  restarts. Here the agents send each other messages (`node_channel`). So all ranks end within seconds, one cause is
-  named, and all agents use one count.
-- torch's agent ends with the first node whose ranks are done; here all wait for the last node.
-- torch's rendezvous is replaced by those in `rendezvous`, with which restarted ranks find each other.
+- After one rank has ended with a code other than 0, the other ranks may finish their saves if the rank was preempted;
+  if it failed, they get 5 s.
+- torch's agents notice a failure on another node only when the connections of their own ranks break, and each agent
+  counts its restarts alone. Here the agents send each other messages (`node_channel`). So all ranks end within seconds,
+  all agents report the same cause, and they share one count of restarts.
+- torch's agent ends with the first node whose ranks are done; here every agent waits for the last node.
+- torch's rendezvous is replaced by the ones in `rendezvous`, so that restarted ranks connect to each other.
 """
 
 from __future__ import annotations
@@ -58,20 +58,21 @@ _PASSED_ON = {  # signal to the agent -> signal that the agent sends to the rank
 _STARTING_S = 300.0
 _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
-_UNTIL_TERM_S = 1.0  # seconds in which other ranks may end by themselves, each with its own message
+_UNTIL_TERM_S = 1.0  # seconds after a failure in which other ranks may end by themselves, each with its own message
 _POLL_S = 0.02
-_SAID_S = 1.0  # seconds; the agent of the failing rank prints last, at most this long after the others
+_SAID_S = 1.0  # seconds; the agent of the failing rank prints its report last, at most this long after the other agents
 
-# Channels of nodes that were cut off; their threads wait for an answer, but nobody waits for the threads.
+# Rendezvous of nodes that were cut off. They are only kept alive: their threads still wait for an answer.
 _unfinished: list[Nodes] = []
 
 
 def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
-    """Run `spec` and return the job's exit code; see `instep.launch.engine.run`.
+    """Run the job of `spec` on this node, and return the job's exit code; see `instep.launch.engine.run`.
 
     Args:
-        spec: what to run.
-        forked: a function that the ranks run, forked from this process, in place of the command.
+        spec: the job.
+        forked: function for the ranks, which are then forked from this process; None: the ranks run the command of
+            `spec`.
     """
     program, args = (forked.run, ()) if forked else entrypoint(spec)
     secret = secret_of(spec)
@@ -95,7 +96,8 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         agent = NodeAgent(spec, workers, folder, forked, rendezvous, watch, handlers_before)
         try:
             agent.run()
-        # The signal came while ranks started; the ranks got it, and the agent waited for them and counted their ends.
+        # The signal came while ranks started. The ranks got it too; the agent has waited for them and counted their
+        # exit codes.
         except SignalException as got:
             if forked is not None and got.sigval == signal.SIGINT:
                 forked.interrupted = True
@@ -107,19 +109,19 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
 
 
 class NodeAgent:
-    """The agent of one node: its actions at each step of torch's agent.
+    """The agent of one node: what it does at each step of torch's agent.
 
     Args:
-        spec: what to run.
-        workers: the same job in the form that torch's agent takes.
-        folder: the agent's own folder.
-        forked: a function that the ranks run in place of a program.
-        rendezvous: where the agents meet.
-        watch: watch of the ranks' heartbeats.
-        handlers_before: the signal handlers of this process, which hold again in the end.
+        spec: the job.
+        workers: the same job in the form that torch's agent accepts.
+        folder: temporary folder of the agent.
+        forked: function that forked ranks run; None: the ranks run a program.
+        rendezvous: rendezvous at which the agents of all nodes connect.
+        watch: watch of the ranks' heartbeats, which finds hangs.
+        handlers_before: signal handlers of this process, which are restored at the end.
 
     Attributes:
-        has_begun: whether the agents have met.
+        has_begun: whether the agents of all nodes have connected.
         exit_code: exit code of the job.
     """
 
@@ -155,7 +157,7 @@ class NodeAgent:
 
     @property
     def _ranks(self) -> Ranks:
-        """The ranks of the latest start."""
+        """The ranks of the latest start on this node."""
         processes = self._torch.processes
         assert processes is not None
         if self._known is None or self._known.processes is not processes:
@@ -164,7 +166,7 @@ class NodeAgent:
 
     @property
     def _talk(self) -> NodeChannel:
-        """Open the channel to the other nodes in this round."""
+        """Channel to the agents of the other nodes in this round."""
         assert self._channel is not None
         return self._channel
 
@@ -172,7 +174,7 @@ class NodeAgent:
 
     @contextmanager
     def starting(self, group: WorkerGroup) -> Iterator[None]:
-        """Open the round before ranks start, and handle signals that torch's agent got before that."""
+        """Open the round before ranks start; after that, handle signals that torch's agent got in the meantime."""
         self._open_round(group)
         self._watch.reset()
         self._hung = False
@@ -199,7 +201,7 @@ class NodeAgent:
         if threading.current_thread() is not threading.main_thread():
             return
         for signum, handler in self._handlers_before.items():
-            # Under nohup, and in a background job of a shell, the signal stays ignored.
+            # A signal that was ignored before stays ignored, as under nohup and in a background job of a shell.
             ignored = handler is signal.SIG_IGN
             ours = signum in _PASSED_ON and not ignored
             signal.signal(signum, self._on_signal if ours else handler or signal.SIG_DFL)
@@ -210,7 +212,7 @@ class NodeAgent:
             self._forked.interrupted = True
 
     def monitor(self) -> RunResult:
-        """Check the ranks, and end the round if there is a reason."""
+        """Check the ranks, and end the round if there is a reason to."""
         channel = self._talk
         codes = self._ranks.codes()
         self._watch.note_ends(codes)
@@ -228,11 +230,11 @@ class NodeAgent:
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
 
     def leave(self) -> None:
-        """Wait for the other agents, which must read what they need before this store ends."""
+        """Wait until the other agents have read what they need from this agent's store."""
         self._talk.exchange("left", True, _AFTER_FAILURE_S)
 
     def end_ranks(self, signum: signal.Signals) -> None:
-        """End running ranks after an error in the agent, or after a signal between the start and the end of ranks."""
+        """End running ranks after an error in the agent, or after a signal while ranks start or end."""
         if not self._ranks.running():
             return
         if isinstance(sys.exc_info()[1], SignalException):
@@ -254,8 +256,8 @@ class NodeAgent:
         """Wait until every rank has ended; kill ranks that still run at the deadline.
 
         Args:
-            end_with: end the ranks of a round that is over anyway; else the reason is a code, a signal received, or
-                what another agent said.
+            end_with: signal that ends the ranks of a round that is over anyway. None: the reason is an exit code, a
+                signal to this agent, or a message of another agent.
         """
         channel, ranks = self._talk, self._ranks
         self._first: list[int] = [EXIT_HUNG] if self._hung else []
@@ -309,7 +311,7 @@ class NodeAgent:
             time.sleep(_POLL_S)
 
     def _verdict(self) -> RunResult:
-        """Decide how the round ended, and whether another round follows; all agents decide the same."""
+        """Decide how the round has ended, and whether another round follows; all agents decide the same."""
         channel, ranks = self._talk, self._ranks
         ranks.processes.stop_tails()
         ends = ranks.bad_ends(self._first, self._watch.beats)
@@ -356,7 +358,7 @@ class NodeAgent:
         return RunResult(state=WorkerState.FAILED, failures=ranks.processes.failures())
 
     def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
-        """Exchange each node's outcome; nodes that do not answer in time are left out."""
+        """Exchange the outcome of the round with the other nodes; nodes that do not answer in time are left out."""
         channel = self._talk
         if not (channel.alarm or channel.cut_off):
             told = channel.exchange("saved", mine, self._shutdown_s)
@@ -369,7 +371,7 @@ class NodeAgent:
 
     @staticmethod
     def _lost(alarm: Alarm | None, told: Mapping[int, Any]) -> str:
-        """Return which node no longer answers; "" if all answer."""
+        """Return a sentence about nodes that no longer answer; "" if all nodes answer."""
         if alarm is not None and alarm.kind == "lost":
             return alarm.text
         silent = [] if alarm is None else [str(node) for node in range(alarm.nodes) if node not in told]
@@ -383,7 +385,7 @@ class NodeAgent:
         _say(f"{name}: passed on to the ranks, which have {patience_s:g} s to save and end{again}")
 
     def _say_failures(self, ends: list[RankEnd], others: list[RankEnd], lost: str, last: bool) -> None:
-        """Report how this node's ranks ended; the agent of the rank that is the cause reports after all others."""
+        """Report how this node's ranks have ended; the agent with the causing rank reports after all others."""
         channel = self._talk
         cause = None if lost else find_cause([*ends, *others], channel.alarm.node if channel.alarm else 0)
         self._finish_status(cause, lost, [*ends, *others])
@@ -396,7 +398,7 @@ class NodeAgent:
         elif cause is not None and not mine:
             said = f": {cause.message}" if cause.message else ""
             _say(f"{cause.title} failed with {cause.how}{said}; the output of its node has more")
-        if channel.nodes > 1 and not lost:  # if several agents write to one terminal, the cause comes last
+        if channel.nodes > 1 and not lost:  # agents may print to one terminal, where the cause should come last
             channel.exchange("said", True, _SAID_S if mine else 0.0)
         if cause is None or not mine:
             return
@@ -411,7 +413,7 @@ class NodeAgent:
             _say(f"{cause.title} failed with {cause.how}:\n{cause.report.traceback.rstrip()}")
 
     def _finish_status(self, cause: RankEnd | None, lost: str, ends: list[RankEnd]) -> None:
-        """Write the cause into the run's `status.json` and `failures`, if rank 0 was on this node and could not."""
+        """Write the cause into the run's `status.json` and `failures`, if rank 0 was on this node and did not."""
         main = self._ranks.main_process()
         if main is None or (cause is None and not lost):
             return

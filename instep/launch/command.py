@@ -1,4 +1,4 @@
-"""Command that runs this program again, and the check that a program can be run."""
+"""Find the command that runs this program again, and check that a program can be started."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def this_command() -> tuple[str, ...]:
     """Return the arguments after the Python executable that run this program again.
 
     Interpreter options such as `-W` and `-X` are kept; `python -m module` keeps its module; the script's own path is
-    made absolute. The program's arguments are those of its start, even if it has changed `sys.argv` since.
+    made absolute. The program's arguments are the original ones, even if the program has changed `sys.argv`.
 
     Returns:
         For example `("/home/me/train.py", "--lr", "0.1")` or `("-m", "package.train")`.
 
     Raises:
-        UsageError: there is no program to run again: a notebook, an interactive session, `python -c`, a test, or a
+        UsageError: the program cannot be run again: it is a notebook, an interactive session, `python -c`, a test, or a
             child process of multiprocessing.
     """
     main = sys.modules["__main__"]
@@ -55,11 +55,11 @@ def check_program(program: Sequence[str], *, module: bool = False, python: bool 
 
     Args:
         program: a script and its arguments.
-        module: whether the script is the name of a module, as for `python -m`; it is looked up and not imported.
-        python: whether this Python runs the script; if not, it is a command of its own.
+        module: whether the script is the name of a module, as for `python -m`; the module is found but not imported.
+        python: whether this Python runs the script; if not, the script is a command of its own.
 
     Raises:
-        SettingError: there is no such script, module or command.
+        SettingError: the script, module or command does not exist.
     """
     name = program[0]
     if not python:
@@ -88,7 +88,7 @@ def _has_module(name: str) -> bool:
 
 
 def _arguments_after(program: str) -> tuple[str, ...]:
-    """Return the arguments after the program's name, from the command line of the interpreter."""
+    """Return the arguments after the program's name on the command line with which the interpreter was started."""
     for index, word in enumerate(sys.orig_argv):
         if index > 0 and os.path.basename(word.rstrip("/")) == program:
             return tuple(sys.orig_argv[index + 1 :])

@@ -1,4 +1,4 @@
-"""Run a command as N ranks on this machine."""
+"""The engine: run a command as N ranks on this machine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def run(spec: LaunchSpec) -> int:
     """Run a command as `spec.nproc` ranks, as the agent of this node, and return when all ranks have ended.
 
     Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks. The
-    ranks then have `spec.shutdown_s` seconds to save and end; a second signal ends this time. When a rank fails, the
-    others end within seconds and its traceback is printed last. On Linux the ranks are killed when the agent dies.
+    ranks then have `spec.shutdown_s` seconds to save and end; a second signal ends this time early. When a rank fails,
+    all other ranks end within seconds, and its traceback is printed last. On Linux, the ranks are killed if the agent
+    dies.
 
     Call this from the main thread, so that signals can be handled.
 
@@ -23,10 +24,10 @@ def run(spec: LaunchSpec) -> int:
         spec: the command, the ranks and the nodes.
 
     Returns:
-        The exit code for this process: 0 done, 75 preempted (all ranks saved and can be resumed), 76 hung, else 1.
+        The exit code for this process: 0 done; 75 preempted (all ranks saved and can be resumed); 76 hung; else 1.
 
     Raises:
-        UsageError: this process is a rank itself.
+        UsageError: this process is itself a rank of a job.
 
     Example:
         >>> import sys
@@ -34,18 +35,18 @@ def run(spec: LaunchSpec) -> int:
         >>> sys.exit(run(LaunchSpec(nproc=2, command=("train.py",))))  # doctest: +SKIP
     """
     here = read_environment()
-    # One agent runs on each node, which srun or mpirun may have started.
+    # srun or mpirun may have started one agent on each node, and then this process is not a rank.
     agents = here.launcher in ("slurm", *MPI) and here.local_world_size == 1 and here.world_size == spec.num_nodes
     if here.launcher != "none" and not agents:
         raise UsageError("this process is a rank of a running job; a rank does not start ranks of its own")
-    # Imported late: torch.distributed.elastic takes a quarter of a second to import, and ranks never need it.
+    # Imported late, since torch.distributed.elastic takes a quarter of a second to import, and ranks never need it.
     from instep.launch.agent import run_agent
 
     return run_agent(spec)
 
 
 def is_worker() -> bool:
-    """Return whether this process is a rank that a launcher started: this engine, torchrun, or RANK set by hand.
+    """Return True if this process is a rank that a launcher started: this engine, torchrun, or RANK set by hand.
 
     Example:
         >>> is_worker()

@@ -1,9 +1,9 @@
-"""Ranks that run a function, forked from the agent's process, so that a notebook's cell may define the function.
+"""Run a function in ranks that are forked from the agent's process, so that a notebook's cell may define the function.
 
-A fork does not inherit the threads of OpenMP, so a rank uses one thread and would hang with more. Nor can it use a
-device that its parent uses, so the parent must have used neither the process group nor the GPU. But a fork does inherit
-a lock that another thread of the parent holds. So the ranks wait until all are forked, since their first connection
-makes a thread of the agent's store take the lock of glibc's resolver.
+A fork does not inherit the threads of OpenMP, so a rank uses one thread; with more it would hang. A fork cannot use a
+device that its parent uses, so the parent must have used neither the process group nor the GPU. A fork does inherit a
+lock that another thread of the parent holds: the first connection of a rank makes a thread of the agent's store take
+the lock of glibc's resolver. So the ranks wait until all of them are forked.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 from instep.errors import DistributedError
 from instep.health.error_report import FailureReport, write_report
 
-_READ_S = 5.0  # seconds; a pipe whose writer has ended holds little data
+_READ_S = 5.0  # seconds to read a result after its rank has ended, since the pipe then holds little data
 
 
 class Failure(NamedTuple):
-    """The failing rank, how it ended, and what it reported."""
+    """The rank that failed, how it ended, and its report; None if it wrote no report."""
 
     rank: int
     how: str
@@ -39,13 +39,13 @@ class Failure(NamedTuple):
 
 @dataclass
 class Forked:
-    """Function that forked ranks run, and their results.
+    """A function for forked ranks, and the results that the ranks returned.
 
     Args:
-        function: what each rank calls.
+        function: function that each rank calls.
         args: arguments of the function.
-        failure: set by the agent when the job has failed for good.
-        interrupted: set by the agent when it got SIGINT.
+        failure: the failure of the job, which the agent sets if it does not restart the ranks.
+        interrupted: whether the agent got SIGINT; the agent sets it.
     """
 
     function: Callable[..., Any]
@@ -59,7 +59,7 @@ class Forked:
 
     @contextmanager
     def starting(self, count: int) -> Iterator[None]:
-        """Fork the ranks. They start to run at the end of the `with` block; then their results are read."""
+        """Fork the ranks in the `with` block. They begin to run after the block; then their results are read."""
         self._pipes, self._results, self._problems = [Pipe() for _ in range(count)], {}, {}
         try:
             yield
@@ -86,11 +86,12 @@ class Forked:
                 problems[local_rank] = error
 
     def run(self) -> None:
-        """Run as a rank: call the function, send its result, end this process."""
-        import torch  # imported late: who starts ranks has loaded it
+        """Run in a rank: call the function, send its result, and end this process."""
+        import torch  # imported late, since the process that starts ranks has loaded it
 
         parent = os.getppid()
-        # Ctrl-C in a terminal then reaches only the agent, which passes it on; and the agent can kill a rank's group
+        # so that Ctrl-C in a terminal reaches only the agent, which passes it on, and the agent can kill the rank's
+        # group
         os.setsid()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # this process is killed when the agent ends
@@ -102,10 +103,10 @@ class Forked:
         _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
         for end in chain(*self._pipes):
             if end is not pipe:
-                end.close()  # close the other end, since otherwise nobody would notice the end of another rank
+                end.close()  # if it stayed open here, the agent would not notice the end of another rank
         try:
             pipe.recv_bytes()
-            # Sent as bytes, since `send` would put each tensor into shared memory, which ends with this process.
+            # Sent as bytes, since `send` would put tensors into shared memory, which ends with this process.
             pipe.send_bytes(pickle.dumps(self._call()))
         except Exception as error:  # noqa: BLE001 (the launcher raises it)
             if not write_report(os.environ["TORCHELASTIC_ERROR_FILE"], error):
@@ -126,10 +127,10 @@ class Forked:
             return None
 
     def results(self) -> list[Any]:
-        """Return the results of this machine's ranks, once all have ended without an error.
+        """Return the results of this machine's ranks, after all ranks have ended without an error.
 
         Raises:
-            DistributedError: a rank has returned nothing, or an object that cannot be read here.
+            DistributedError: a rank has returned nothing, or an object that this process cannot read.
         """
         for reader in self._readers:
             reader.join(_READ_S)

@@ -1,8 +1,8 @@
-"""Programs inside a job of Hydra: where they were started, and which overrides make their ranks join that job.
+"""Find out where a program in a job of Hydra was started, and make overrides with which its ranks join the same job.
 
-Hydra changes the working directory and makes a folder at each start. So ranks start in the directory where the program
-was started, with its own arguments and the folder of this job. Hydra is not imported here, since a program in its job
-has already imported it.
+Hydra changes the working directory and makes a folder at each start. So ranks start in the directory in which the
+program was started, with the program's arguments and the folder of this job. This module does not import Hydra, since a
+program in a job of Hydra has imported it already.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Any
 
 from instep.errors import EXIT_FAILED, UsageError
 
-NEW_FOLDER = "INSTEP_HYDRA_NEW_FOLDER"  # tells ranks that the next start will have another folder
+NEW_FOLDER = "INSTEP_HYDRA_NEW_FOLDER"  # variable that tells ranks that the next start will have another folder
 
-# matches `lr=0.1`, `+lr=0.1`, `~lr`, `model/net=small`, and not options, which begin with "-"
+# matches overrides (`lr=0.1`, `+lr=0.1`, `~lr`, `model/net=small`), but not options, which begin with "-"
 _OVERRIDE = re.compile(r"[~+]|[^-].*=")
 
 
 def started_in() -> str | None:
-    """Return the working directory in which the program was started; None outside of a job."""
+    """Return the working directory in which the program was started; None if it does not run in a job of Hydra."""
     config = _config()
     return None if config is None else str(config.runtime.cwd)
 
 
 def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Complete the command of ranks, so that they join this job and do not start their own.
+    """Complete the command of ranks, so that they join this job of Hydra and do not start a job of their own.
 
-    In a sweep the ranks run all of its jobs, in this sweep's folder.
+    In a sweep, the ranks run all jobs of the sweep, in this sweep's folder.
 
     Args:
         command: the arguments after the Python executable.
 
     Returns:
-        The arguments, and more variables for the ranks.
+        The arguments, and further environment variables for the ranks.
 
     Raises:
-        UsageError: jobs of the sweep have run without ranks already.
+        UsageError: earlier jobs of the sweep have already run without ranks.
     """
     config = _config()
     if config is None:
@@ -53,7 +53,7 @@ def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
                 "sweep with instep launch --devices N ... --multirun."
             )
         told = [_override("hydra.sweep.dir", Path(config.runtime.cwd, config.sweep.dir))]
-    else:  # the folder was made and described before
+    else:  # without the subfolder of descriptions, since this process has written it already
         told = [_override("hydra.run.dir", Path(config.runtime.output_dir)), "hydra.output_subdir=null"]
     return _insert(tuple(command), told), {NEW_FOLDER: "1"} if new_folder() is not None else {}
 
@@ -63,19 +63,19 @@ def new_folder() -> Path | None:
     config = _config()
     if config is None:
         return None
-    # The value before interpolation, since the resolved text does not show what it is made of.
+    # Read before interpolation, since the resolved text does not show whether it contains the time.
     where = config._get_node("sweep" if _is_sweep(config) else "run")._get_node("dir")._value()
     changes = NEW_FOLDER in os.environ or "${now:" in str(where)
     return Path(config.runtime.output_dir) if changes else None
 
 
 def end_sweep(error: Exception) -> None:
-    """End a rank whose run in a sweep has failed, since it would otherwise start the next job alone.
+    """End a rank whose run in a sweep has failed, since this rank would otherwise start the next job alone.
 
-    Hydra catches errors until all jobs of a sweep are done. Outside of a sweep nothing happens.
+    Hydra keeps errors until all jobs of a sweep are done. Outside of a sweep, this function does nothing.
 
     Raises:
-        SystemExit: with the exit code of a failure, after the error was reported.
+        SystemExit: always in a sweep, with the exit code of a failure, after the error was reported.
     """
     config = _config()
     if config is not None and _is_sweep(config):
@@ -99,7 +99,7 @@ def _override(name: str, value: Path) -> str:
 
 
 def _insert(command: tuple[str, ...], told: list[str]) -> tuple[str, ...]:
-    """Insert overrides after the user's, since Hydra's parser accepts only one group, before any option."""
+    """Insert overrides after the user's overrides, since Hydra's parser accepts only one group of them."""
     theirs = [index for index, word in enumerate(command) if index and _OVERRIDE.match(word)]
     at = theirs[-1] + 1 if theirs else len(command)
     return (*command[:at], *told, *command[at:])

@@ -1,9 +1,11 @@
-"""Messages between a job's agents in a round: that the round is over and why, and how each node ended.
+"""Messages between the agents of a job in a round: that the round is over and why, and how each node has ended.
 
-A thread reads the agents' store a few times a second, over its own connection, since an answer may never come. A node
-without an answer for `patience_s` counts as cut off. Each node increments a number in the store, its beat. The first
-node watches the beats of all others, and all others watch that of the first. Times are measured on the watcher's own
-clock.
+A round is the time from one start of all ranks to their end.
+
+A thread reads the agents' store a few times a second, over its own connection, since an answer may never come. If the
+store does not answer for `patience_s`, this node counts as cut off. Each node increments a number in the store, its
+beat. The first node watches the beats of all other nodes, and the other nodes watch the beat of the first. Times are
+measured by the clock of the node that watches.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ _ANSWER_S = 3.0
 
 @dataclass(frozen=True)
 class Alarm:
-    """Reason why a round is over; the first one counts for all nodes.
+    """Reason why a round is over; the first alarm in the store counts for all nodes.
 
     Args:
-        kind: a rank "failed"; a node is "lost"; another node waits, and the group is to "grow".
+        kind: "failed": a rank failed; "lost": a node does not answer; "grow": another node waits to join the job.
         node: number of the node that raised the alarm.
         nodes: number of nodes in the round.
-        text: details for people.
+        text: details, for a message.
     """
 
     kind: Literal["failed", "lost", "grow"]
@@ -45,11 +47,11 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Round:
-    """The number, job and failures of a round, the same for all agents.
+    """Number and job of a round, and the failures before it; the same for all agents.
 
     Args:
-        number: number of the round, from 0, the same for all agents.
-        job: the job's name, the same in all rounds and of no other job.
+        number: number of the round, from 0.
+        job: name of the job, the same in all rounds, and different from all other jobs.
         failures: number of earlier rounds that failed.
     """
 
@@ -59,12 +61,12 @@ class Round:
 
 
 def open_round(store: SignedStore, meeting: SignedStore, node: int, job: str) -> Round:
-    """Agree on the number of a round. A collective of its agents.
+    """Agree on the number of a new round; the agents of all nodes in the round must call this.
 
     Args:
-        store: the agents' store, the same in all rounds.
-        meeting: a store of this round.
-        node: this node's number in the round.
+        store: the agents' store, which is the same in all rounds.
+        meeting: a store for this round only.
+        node: number of this node in the round.
         job: name for the job if it has none yet.
     """
     if node == 0:
@@ -77,19 +79,19 @@ def open_round(store: SignedStore, meeting: SignedStore, node: int, job: str) ->
 
 
 class NodeChannel:
-    """This agent's messages to and from the others in one round. `close` ends it.
+    """Channel for messages between this agent and the other agents in one round; `close` ends it.
 
     Args:
-        store: a connection to the agents' store that nobody else uses.
+        store: a connection to the agents' store that no other code uses.
         round_: the round.
-        node: this node's number.
+        node: number of this node.
         nodes: number of nodes in the round.
-        patience_s: seconds without an answer after which a node is lost.
-        count_waiting: function that returns how many nodes wait to be let in; None if no node may join.
+        patience_s: seconds without an answer after which a node counts as lost.
+        count_waiting: function that returns how many nodes wait to join the job; None if no node may join.
 
     Attributes:
         alarm: reason why the round is over; None while it runs.
-        waiting: whether nodes wait to be let in.
+        waiting: whether nodes wait to join the job.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class NodeChannel:
 
     @property
     def cut_off(self) -> str:
-        """Reason why this node can no longer reach the others; "" if it can."""
+        """Reason why this node can no longer reach the other nodes; "" if it can."""
         if self._thread is None:
             return ""
         silent_s = time.monotonic() - self._heard
@@ -133,27 +135,27 @@ class NodeChannel:
         return self._broken
 
     def raise_alarm(self, kind: Literal["failed", "grow"]) -> None:
-        """Announce that the round is over; if another node has already done so, its reason counts."""
+        """Announce that the round is over; if another node has announced it before, that node's reason counts."""
         if not self.cut_off:
             self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes)))
 
     def count_failure(self) -> None:
-        """Count this round among the failed ones. All its agents may do so: they write the same number."""
+        """Add this round to the failed rounds. All agents of the round may do so, since they write the same number."""
         self._do(lambda: self._job.put("failures", self._failures + 1))
 
     def refresh(self) -> None:
-        """Read all announcements made so far."""
+        """Read all announcements that were made so far."""
         self._do(self._look)
 
     def all_done(self) -> bool:
-        """Return whether the ranks of all nodes have ended well, as this node's ranks have."""
+        """Return True if the ranks of all nodes have ended well; call this only after this node's ranks have."""
         if not self._done:
             self._done = True
             self._do(self._post_done)
         return self._thread is None or self._all_done
 
     def exchange(self, name: str, value: Any, timeout_s: float) -> dict[int, Any]:
-        """Exchange a value with the other nodes; leave out nodes that send nothing in time."""
+        """Exchange a value with the other nodes, and return the values by node; a node that is late is left out."""
         self._do(lambda: self._store.put(f"{name}-{self.node}", value))
         found: dict[int, Any] = {self.node: value}
         deadline = time.monotonic() + timeout_s
@@ -171,15 +173,15 @@ class NodeChannel:
             time.sleep(_POLL_S / 2)
 
     def close(self) -> None:
-        """End the thread; may be called twice."""
+        """End the channel's thread; may be called twice."""
         if self._thread is not None:
             self._asked.put(None)
             self._thread.join(_ANSWER_S)
 
-    # ---- in the thread, if there is one
+    # ---- in the channel's thread, if there is one
 
     def _do(self, act: Callable[[], T]) -> T | None:
-        """Run a function in the thread and return its result; None if no answer comes."""
+        """Run a function in the channel's thread and return its result; return None if no answer comes."""
         if self._thread is None:
             return act()
         answer: Future[T] = Future()

@@ -1,4 +1,4 @@
-"""Command, environment, files and cores of the ranks that an agent starts; signal handlers are restored afterwards."""
+"""Prepare what the ranks of an agent start with: command, environment, files, cores; and restore signal handlers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, NO_SECRET, Secret, 
 from instep.utils.env import as_variables
 from instep.utils.warn import warn_user
 
-# Runs before the program, which then replaces it in the same process by exec; the kernel keeps the parent-death signal
-# and the cores. Both are set inside the rank. The parent is checked again, since the agent may have died before that.
+# This code runs in the rank before the program, and replaces itself by the program in the same process (exec). The
+# kernel keeps the parent-death signal and the cores, which are set here. The parent is checked again, since the agent
+# may have died before the signal was set.
 _BOOT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -47,19 +48,19 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | None = None) -> list[list[int]]:
-    """Share the cores of this machine among its ranks.
+    """Divide the cores of this machine among its ranks.
 
-    Ranks are spread evenly over the NUMA nodes, in order, as accelerators are. The ranks of one NUMA node share its
-    cores evenly; hardware threads of a core stay together. If there are fewer cores than ranks, several ranks get the
-    same core.
+    Ranks are spread evenly over the NUMA nodes, in order, as accelerators are. The ranks of a NUMA node share its cores
+    evenly; hardware threads of a core stay together. If there are fewer cores than ranks, several ranks get the same
+    core.
 
     Args:
         count: number of ranks on this machine.
-        system: sysfs' folder of the system.
-        allowed: the cores that this process may use; by default asked of the system.
+        system: folder of the system in sysfs.
+        allowed: cores that this process may use; None: the system is asked.
 
     Returns:
-        For each rank the numbers of its logical CPUs, at least one.
+        For each rank, the numbers of its logical CPUs, at least one.
     """
     mine = sorted(os.sched_getaffinity(0)) if allowed is None else sorted(allowed)
     paths = sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name.removeprefix("node")))
@@ -97,9 +98,9 @@ def _parse(text: str) -> set[int]:
 
 @contextlib.contextmanager
 def agent_folder() -> Iterator[str]:
-    """Make a private temporary folder for an agent, and remove folders that this user's killed agents left.
+    """Make a private temporary folder for an agent, and remove folders of agents of this user that were killed.
 
-    A file in the folder is locked while the agent, or a rank forked from it, lives.
+    A file in the folder is locked while the agent, or a rank that is forked from the agent, lives.
     """
     parent = tempfile.gettempdir()
     for name in os.listdir(parent):
@@ -109,7 +110,7 @@ def agent_folder() -> Iterator[str]:
         held = os.open(os.path.join(folder, f".{_HELD}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX)
-            # Other agents see the file only after it is locked.
+            # Renamed only after it is locked, so that other agents never see it unlocked.
             os.rename(os.path.join(folder, f".{_HELD}"), os.path.join(folder, _HELD))
             yield folder
         finally:
@@ -117,7 +118,7 @@ def agent_folder() -> Iterator[str]:
 
 
 def _remove_if_left(folder: str) -> None:
-    # The folder belongs to another user or agent, or another agent is removing it.
+    # An OSError means that the folder belongs to another user or a living agent, or that another agent removes it.
     with contextlib.suppress(OSError):
         seen = os.lstat(folder)
         if seen.st_uid != os.geteuid() or not stat.S_ISDIR(seen.st_mode) or stat.S_IMODE(seen.st_mode) != 0o700:
@@ -131,10 +132,10 @@ def _remove_if_left(folder: str) -> None:
 
 
 def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
-    """Return the program and arguments with which a rank starts; torch's agent formats the arguments as templates.
+    """Return the program and the arguments with which a rank starts; torch's agent fills in `${local_rank}` in them.
 
     Raises:
-        SettingError: there is no such program, or the system cannot pin ranks to cores.
+        SettingError: the program does not exist, or the system cannot pin ranks to cores.
     """
     program = shutil.which(spec.executable)
     if program is None:
@@ -154,14 +155,14 @@ def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
 
 
 def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
-    """Make the variables of a job for its ranks.
+    """Return the environment variables of a job for its ranks.
 
     Args:
         spec: the job.
-        again: whether this agent may be started again for the same job; a notebook never does that.
+        again: whether this agent may be a restart of the same job; never in a notebook.
     """
-    # SLURM does not requeue a command that was typed into a shell. All commands of one shell belong to one step, so the
-    # step cannot tell them apart.
+    # A job of a terminal is always new: SLURM does not requeue a command that was typed into a shell, and all commands
+    # of a shell belong to the same step, so the step cannot tell them apart.
     known = read_job() if again and (JOB_ID in os.environ or not os.isatty(0)) else None
     job, restart = known or (uuid.uuid4().hex, 0)
     added = {AGENT_PID: str(os.getpid()), JOB_ID: job, RESTART: str(restart), **spec.env}
@@ -177,10 +178,10 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 
 
 def secret_of(spec: LaunchSpec) -> Secret:
-    """Return the job's secret: a new one for one node, the user's for several.
+    """Return the secret of the job: a new one for a single node; for several nodes, the one that the user has set.
 
-    If there is none, node 0 makes one and prints how to give it to the others. Other nodes run without a secret, after
-    a warning.
+    If the user has set none, node 0 makes a secret and prints how to give it to the other nodes. Other nodes then run
+    without a secret, after a warning.
 
     Raises:
         SettingError: the user's secret cannot be used.
@@ -198,7 +199,7 @@ def secret_of(spec: LaunchSpec) -> Secret:
 
 
 def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
-    """Return variables that point to files in the agent's folder; none contains the secret itself."""
+    """Return variables that point to files in the agent's folder; no variable contains the secret itself."""
     file = folder / "secret"
     write_secret(file, secret)
     return {JOB_SECRET: None, JOB_SECRET_FILE: str(file), MEETING_FILE: None}
@@ -206,7 +207,7 @@ def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
 
 @contextlib.contextmanager
 def environment(added: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of this process in the block; torch's agent passes them to ranks. None removes a variable."""
+    """Set environment variables of this process in the block; torch's agent passes them to ranks. None removes one."""
     before = {name: os.environ.get(name) for name in added}
     _update(added)
     try:
@@ -225,7 +226,7 @@ def _update(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def signals_restored(signals: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
-    """Restore the handlers of these signals at the end of the block, which gets the old handlers."""
+    """Restore the handlers of these signals at the end of the block; the block gets the old handlers by signal."""
     before = {signum: signal.getsignal(signum) for signum in signals}
     try:
         yield before

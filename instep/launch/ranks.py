@@ -1,4 +1,4 @@
-"""The ranks of one round on this node, for the agent: processes, exit codes, signals, ends."""
+"""The ranks of a start on this node, for the agent: their processes, exit codes, signals and ends."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Ranks:
 
     Args:
         processes: torch's object for the processes.
-        say: function that prints a line.
+        say: function that prints a line of text.
 
     Attributes:
-        killed: ranks that were killed since they did not end in time.
+        killed: ranks that were killed because they did not end in time.
     """
 
     def __init__(self, processes: Processes, say: Callable[[str], None]) -> None:
         self.processes = processes
         self._say = say
-        self._alone: set[int] | None = None  # ranks that had ended before the agent sent any signal
+        self._alone: set[int] | None = None  # ranks that had ended before the agent sent the first signal
         self.killed: list[int] = []
 
     def codes(self) -> dict[int, int | None]:
-        """Read each rank's exit code, negative for a signal; None while a rank runs."""
+        """Return each rank's exit code, which is negative for a signal, and None while the rank runs."""
         return {rank: process.poll() for rank, process in self.processes.by_rank().items()}
 
     def ended(self) -> list[int]:
@@ -41,7 +41,7 @@ class Ranks:
         return [code for code in self.codes().values() if code is not None]
 
     def running(self) -> bool:
-        """Return whether a rank still runs."""
+        """Return True if at least one rank still runs."""
         return None in self.codes().values()
 
     def send(self, signum: signal.Signals) -> None:
@@ -51,7 +51,7 @@ class Ranks:
             process.send_signal(signum)
 
     def kill(self) -> None:
-        """Kill the running ranks with all processes that they started: each rank leads its own session."""
+        """Kill the running ranks with all processes that they started, since each rank leads its own session."""
         self._note_ends()
         running = [(rank, process) for rank, process in self.processes.by_rank().items() if process.poll() is None]
         for rank, process in running:
@@ -68,14 +68,14 @@ class Ranks:
         return self._alone
 
     def bad_ends(self, first: Sequence[int], beats: HeartbeatFile) -> list[RankEnd]:
-        """Describe the ranks that ended badly.
+        """Describe the ranks that ended with an exit code other than 0.
 
         Args:
-            first: exit codes seen when the first rank ended badly.
-            beats: heartbeats, which tell how far each rank was.
+            first: exit codes that were seen when the first rank failed.
+            beats: heartbeats of the ranks, which show how far each rank was.
         """
         slots, host = beats.read(), socket.gethostname()
-        # the end of a killed rank may be noticed after the ends of ranks whose connections broke
+        # a killed rank may be noticed later than ranks whose connections broke because of it
         alone = self._note_ends()
         return [
             RankEnd(
@@ -95,7 +95,7 @@ class Ranks:
         ]
 
     def main_process(self) -> tuple[int, Path] | None:
-        """Return the process id of rank 0 and the run folder that it sent; None if there are none on this node."""
+        """Return the process id of rank 0 and the run folder that it reported; None if unknown on this node."""
         if 0 not in self.processes.local:
             return None
         folder = read_run_folder(self.processes.error_file(0))

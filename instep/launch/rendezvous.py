@@ -1,9 +1,9 @@
-"""Rendezvous of agents and ranks: a fixed or elastic set of nodes, and a new store for the ranks in every round.
+"""Connect agents and ranks (rendezvous) for a fixed or elastic set of nodes, with a new store for ranks in every round.
 
-torch's rendezvous for a fixed set of nodes keeps one store for all rounds, so ranks that were started again read the
-addresses of dead ones and hang; its elastic rendezvous counts the restarts of each agent separately and may hang too.
-Here the ranks of a single node meet in a new file of the agent's private folder, without a port. With several nodes,
-the first one hosts a new store for each round. The agents communicate over their own connections (`node_channel`), and
+torch's rendezvous for a fixed set of nodes keeps one store for all rounds, so restarted ranks read the addresses of
+dead ranks and hang; its elastic rendezvous counts the restarts of each agent separately and may hang too. Here the
+ranks of a single node connect through a new file in the agent's private folder, without a port. With several nodes, the
+first node hosts a new store for each round. The agents communicate over their own connections (`node_channel`), and
 sign what they write (`signed`).
 """
 
@@ -43,12 +43,12 @@ _CONF = {"last_call_timeout": "10", "keep_alive_interval": "5", "keep_alive_max_
 
 
 class Nodes(RendezvousHandler):
-    """The rendezvous of an agent: the methods that torch's agent calls, and a few more for the engine.
+    """Base of the rendezvous: the methods that torch's agent calls, and some more for instep's agent.
 
     Attributes:
-        elastic: whether nodes may leave and come.
-        patience_s: seconds of silence after which a node is lost.
-        renew: whether the agent wants a new round because a node waits to be let in.
+        elastic: whether nodes may leave and join.
+        patience_s: seconds of silence after which a node counts as lost.
+        renew: whether the agent wants a new round because a node waits to join.
     """
 
     elastic = False
@@ -83,7 +83,7 @@ class Nodes(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing, since the agents agree on the end themselves."""
+        """Do nothing, since the agents themselves agree on the end of the job."""
 
     def shutdown(self) -> bool:
         self._ranks_store = None
@@ -93,7 +93,7 @@ class Nodes(RendezvousHandler):
         """Release the resources of a round; a second call does nothing."""
 
     def _info(self, store: Store, name: str, node: int, nodes: int, address: str) -> RendezvousInfo:
-        """Open the round of this name; its first node hosts a new store for the ranks and announces the address."""
+        """Open the round of this name; the first node hosts a new store for the ranks, and announces its address."""
         if node == 0:
             self._ranks_store = _serve(address, 0)
             store.set("ranks", self._secret.sign(f"{name}/ranks", [address, self._ranks_store.port]))
@@ -105,12 +105,12 @@ class Nodes(RendezvousHandler):
 
 
 class OneNode(Nodes):
-    """The rendezvous of a single node, which needs no other process and opens no port.
+    """Rendezvous of a single node, which needs no other process and opens no port.
 
     Args:
-        spec: what the agent runs.
-        secret: the job's secret.
-        folder: the agent's folder, which no other user can enter.
+        spec: the job of the agent.
+        secret: secret of the job.
+        folder: folder of the agent, which no other user can enter.
     """
 
     def __init__(self, spec: LaunchSpec, secret: Secret, folder: Path) -> None:
@@ -131,7 +131,8 @@ class OneNode(Nodes):
     def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
         self.close()
-        # The port is bound but does not listen: rank 0 can still listen on it, and no other program gets it as free.
+        # The port is bound but does not listen: rank 0 can still listen on it, but no other program gets it as a free
+        # port.
         self._kept_port = socket.socket()
         self._kept_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._kept_port.bind((_LOOPBACK, 0))
@@ -150,7 +151,7 @@ class OneNode(Nodes):
 
 
 class FixedNodes(Nodes):
-    """A rendezvous of a fixed set of numbered nodes, in a store that node 0 hosts at `master_addr:master_port`."""
+    """Rendezvous of a fixed set of numbered nodes, in a store that node 0 hosts at `master_addr:master_port`."""
 
     def __init__(self, spec: LaunchSpec, secret: Secret) -> None:
         super().__init__(spec, secret)
@@ -177,7 +178,7 @@ class FixedNodes(Nodes):
 
 
 class ElasticNodes(Nodes):
-    """torch's "c10d" rendezvous: from `min_nodes` to `num_nodes` nodes that come and go, renumbered in each round.
+    """torch's "c10d" rendezvous: from `min_nodes` to `num_nodes` nodes that join and leave, renumbered in each round.
 
     The first agent on the machine that `rdzv_endpoint` names hosts the agents' store. The job ends with this agent.
     """
@@ -208,7 +209,7 @@ class ElasticNodes(Nodes):
         return "c10d"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # torch's own store for the ranks is not used, since torch keeps it over rounds.
+        # torch's own store for the ranks is not used, since torch keeps it over several rounds.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         try:
             info = self._handler.next_rendezvous()
@@ -236,12 +237,12 @@ class ElasticNodes(Nodes):
 
 
 def make_rendezvous(spec: LaunchSpec, secret: Secret, folder: Path) -> Nodes:
-    """Make the rendezvous that a spec asks for.
+    """Make the rendezvous for the job of a spec.
 
     Args:
-        spec: what the agent runs.
-        secret: the job's secret.
-        folder: the agent's folder, which no other user can enter.
+        spec: the job of the agent.
+        secret: secret of the job.
+        folder: folder of the agent, which no other user can enter.
     """
     if spec.num_nodes == 1:
         return OneNode(spec, secret, folder)
@@ -261,7 +262,7 @@ def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCP
     if here:
         try:
             return _serve(address, port, timeout_s)
-        except RuntimeError:  # another agent of this machine was first
+        except RuntimeError:  # another agent of this machine already hosts the store
             pass
     try:
         return _join(address, port, timeout_s)
@@ -273,7 +274,7 @@ def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCP
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Find this machine's address on the network that leads to a host; nothing is sent."""
+    """Return this machine's address on the network that leads to a host; no message is sent."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -288,5 +289,5 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _is_local(host: str, near: str) -> bool:
-    """Return whether a host name means this machine, that is, whether the route to it begins and ends here."""
+    """Return True if a host name means this machine: the route to the host begins and ends at the same address."""
     return near in {entry[4][0] for entry in socket.getaddrinfo(host, None)} or host in ("localhost", "127.0.0.1")

@@ -1,6 +1,6 @@
-"""The agents' store with a MAC on every value, since anybody who reaches its port may read and write there.
+"""The agents' store with a MAC on every value, since anybody who reaches its port may read and write values.
 
-A value that was not signed with the job's secret, or was signed for another key, is an error and is never unpickled.
+A value that is not signed with the job's secret, or is signed for another key, raises an error and is never unpickled.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from instep.state.secret import MAC_BYTES, Secret, not_ours
 
 
 class SignedStore:
-    """JSON values by key in a torch store.
+    """Signed JSON values by key, in a store of torch.
 
     Args:
-        store: the store.
-        secret: the job's secret.
-        name: name of the store, so that a value of another store is refused here.
+        store: store of torch.
+        secret: secret of the job.
+        name: name of this store, which is part of each signature, so that a value of another store is refused.
 
     Raises:
-        DistributedError: (when a value is read) it was not signed with this job's secret.
+        DistributedError: (when a value is read) the value was not signed with this job's secret.
     """
 
     def __init__(self, store: Store, secret: Secret, name: str) -> None:
         self._store, self._secret, self._name = store, secret, name
 
     def below(self, prefix: str) -> SignedStore:
-        """Return the part of this store whose keys have a prefix."""
+        """Return the part of this store whose keys begin with a prefix."""
         return SignedStore(PrefixStore(prefix, self._store), self._secret, f"{self._name}/{prefix}")
 
     def put(self, key: str, value: Any) -> None:
-        """Write a value."""
+        """Write a signed value."""
         self._store.set(key, self._sign(key, value))
 
     def find(self, key: str, default: Any = None) -> Any:
-        """Read a value; `default` if there is none."""
+        """Read a value; return `default` if there is no value."""
         return self.wait_for(key) if self._store.check([key]) else default
 
     def wait_for(self, key: str) -> Any:
-        """Wait until there is a value, and read it."""
+        """Wait until there is a value for the key, and return it."""
         return self._secret.verify(f"{self._name}/{key}", self._store.get(key))
 
     def set_once(self, key: str, value: Any) -> Any:
-        """Write a value if there is none yet, and return the stored value."""
+        """Write a value if the key has none yet, and return the value that is stored."""
         return self._secret.verify(f"{self._name}/{key}", self._store.compare_set(key, "", self._sign(key, value)))
 
     def _sign(self, key: str, value: Any) -> str:
@@ -70,11 +70,11 @@ class SignedStore:
 
 
 class NotOurs(RendezvousStateError):
-    """Error of a rendezvous whose state was not signed with this job's secret."""
+    """Error about the state of a rendezvous that was not signed with this job's secret."""
 
 
 class SignedBackend(RendezvousBackend):
-    """torch's backend of the "c10d" rendezvous with a MAC before its state, which is a pickle.
+    """torch's backend of the "c10d" rendezvous, with a MAC in front of its state, since the state is a pickle.
 
     Args:
         store: the agents' store.
@@ -82,7 +82,7 @@ class SignedBackend(RendezvousBackend):
         secret: the job's secret.
     """
 
-    _NOTHING = b"-"  # written first, since a store's `get` would wait for a first value
+    _NOTHING = b"-"  # stored as the first value, since `get` of a store waits for a value
 
     def __init__(self, store: Store, run_id: str, secret: Secret) -> None:
         self._store, self._secret = store, secret

@@ -1,4 +1,4 @@
-"""Description of what one agent runs, used by the engine and its parts."""
+"""`LaunchSpec`: what one agent runs, for the engine and its parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from instep.errors import SettingError, UsageError, one_of
 
-# Seconds after the ranks' grace period; at the end of that period, ranks end themselves and report where they were.
+# Seconds after the ranks' grace period until ranks are killed; meanwhile ranks end themselves and report their place.
 SHUTDOWN_MARGIN_S = 5.0
 
 _RDZV_CONF = (
@@ -22,34 +22,36 @@ _RDZV_CONF = (
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Description of the job of one agent: its ranks, its nodes, and how they meet, restart and end.
+    """The job of one agent: its ranks, its nodes, and how they connect, restart and end.
 
     Args:
-        nproc: ranks on this node.
+        nproc: number of ranks on this node.
         command: the arguments after the executable, e.g. `("train.py", "--lr", "0.1")`.
-        num_nodes: nodes in the job; each runs one agent.
-        node_rank: this node's number; node 0 hosts the rendezvous. "c10d" numbers the nodes itself.
-        master_addr: node 0's address.
-        master_port: the port on node 0 where agents meet; needed for more than one node under "static".
+        num_nodes: number of nodes in the job; each node runs one agent.
+        node_rank: number of this node; node 0 hosts the rendezvous. "c10d" numbers the nodes itself.
+        master_addr: address of node 0.
+        master_port: port on node 0 where agents connect; needed for more than one node under "static".
         max_restarts: how often all ranks are started again after a failure or a hang. A preempted job is never
             restarted.
-        shutdown_s: seconds the ranks get to save after a signal, or once one of them was preempted.
-        run_id: text that is the same on all nodes; random by default.
-        env: more environment variables for the ranks.
-        min_nodes: least number of nodes to go on with when nodes are lost or late; by default all of `num_nodes`. Needs
-            "c10d".
-        rdzv_backend: how the agents meet: "static" for a fixed set of numbered nodes, "c10d" for any nodes that come.
-        rdzv_endpoint: `HOST:PORT` where the agents meet under "c10d"; HOST is one of the nodes.
+        shutdown_s: seconds that the ranks get to save after a signal, or after one of them was preempted.
+        run_id: name of the job, the same on all nodes; None: a random name.
+        env: further environment variables for the ranks.
+        min_nodes: minimum number of nodes with which the job goes on if nodes are lost or late; None: all of
+            `num_nodes`. Needs "c10d".
+        rdzv_backend: how the agents connect: "static" for a fixed set of numbered nodes, "c10d" for any nodes that
+            join.
+        rdzv_endpoint: `HOST:PORT` where the agents connect under "c10d"; HOST is one of the nodes.
         rdzv_conf: torchrun's settings of the rendezvous under "c10d", such as `join_timeout` and `last_call_timeout`.
-        local_addr: this node's address for the others; by default its host name.
-        secret_file: a file of mode 0600 with the secret by which the agents of several nodes know each other; by
-            default the one of INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE.
-        log_dir: a folder for what the ranks print: `<run id>_.../attempt_<i>/<local rank>/stdout.log` and `stderr.log`.
-        tee: with `log_dir`: print it too, each line with its rank; True or the ranks on this node.
-        cpu_affinity: give each rank its own share of the cores, of one NUMA node where there are several.
+        local_addr: address of this node for the other nodes; None: its host name.
+        secret_file: file of mode 0600 with the secret by which the agents of several nodes recognize each other; None:
+            the one in INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE.
+        log_dir: folder for the ranks' output: `<run id>_.../attempt_<i>/<local rank>/stdout.log` and `stderr.log`.
+        tee: with `log_dir`: also print the output, each line with its rank; True, or a list of ranks on this node.
+        cpu_affinity: whether each rank gets its own share of the cores, all on one NUMA node if there are several
+            nodes.
         hang_timeout_s: seconds without a step after which a rank counts as hung; None: never.
-        executable: the program that is run; by default this Python.
-        python: `executable` is a Python interpreter.
+        executable: program that is run; by default this Python.
+        python: whether `executable` is a Python interpreter.
 
     Example:
         >>> spec = LaunchSpec(nproc=2, command=("train.py", "--lr", "0.1"), max_restarts=3, hang_timeout_s=600.0)
@@ -147,17 +149,17 @@ def spec_for_nodes(
     env: Mapping[str, str] | None = None,
     grace_period_s: float = 30.0,
 ) -> LaunchSpec:
-    """Make the `LaunchSpec` of this node's agent, for a program that is started once on each node.
+    """Make the `LaunchSpec` of this node's agent, for a program that the user starts once on each node.
 
-    With several nodes the environment gives this node's rank and the meeting point: `NODE_RANK`, `MASTER_ADDR` and
+    With several nodes, the environment has this node's rank and the address of node 0: `NODE_RANK`, `MASTER_ADDR` and
     `MASTER_PORT`, as for torchrun.
 
     Args:
-        nproc: ranks on each node.
-        num_nodes: nodes in the job.
+        nproc: number of ranks on each node.
+        num_nodes: number of nodes in the job.
         command: the arguments after the Python executable.
-        env: more environment variables for the ranks.
-        grace_period_s: seconds that the ranks have after a signal.
+        env: further environment variables for the ranks.
+        grace_period_s: seconds that the ranks have to save after a signal.
 
     Returns:
         The spec.

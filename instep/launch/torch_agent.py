@@ -4,12 +4,12 @@
 changes four of its steps:
 
 - `_start_workers`: torch installs signal handlers that may raise anywhere; instep's handlers are restored.
-- `_monitor_workers`: torch sends SIGTERM to a rank's whole process group, data loader workers too, as soon as one rank
-  ends with a code other than 0, and waits 30 s. Here `Steps` decides, and only the rank gets a signal.
+- `_monitor_workers`: as soon as one rank ends with a code other than 0, torch sends SIGTERM to the whole process group
+  of each rank, with its data loader workers, and waits 30 s. Here `Steps` decides, and only the ranks get a signal.
 - `_exit_barrier`: torch's method waits up to 5 minutes for agents that may be gone.
-- `_shutdown`: torch calls it after an error or a signal too; `Steps` ends the ranks first.
+- `_shutdown`: torch calls it after an error or a signal too; here `Steps` ends the ranks before it.
 
-`tests/launch/test_torch_agent.py` checks that torch still has what this module uses.
+`tests/launch/test_torch_agent.py` checks that the installed torch still has what this module uses.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from instep.state.environment import RESTART
 
 
 class Steps(Protocol):
-    """Methods that torch's agent calls at each of its steps; the engine implements them."""
+    """Methods that torch's agent calls at each of its steps; `NodeAgent` implements them."""
 
     def starting(self, group: WorkerGroup) -> AbstractContextManager[None]:
-        """Context around each start of ranks, in which this node's number and the round's store are known."""
+        """Return a context for each start of ranks, in which this node's number and the round's store are known."""
         ...
 
     def monitor(self) -> RunResult:
-        """Check the ranks, and end the round if it is over; torch's agent acts on the returned state."""
+        """Check the ranks, and end the round if it is over; torch's agent acts on the state that is returned."""
         ...
 
     def leave(self) -> None:
@@ -56,13 +56,13 @@ class Steps(Protocol):
 
 
 class TorchAgent(LocalElasticAgent):
-    """torch's agent that calls the engine's steps.
+    """torch's agent, which calls the methods of `Steps` at its steps.
 
     Args:
-        workers: what the ranks run, and how the agents meet.
-        logs_specs: where the ranks print.
+        workers: torch's description of what the ranks run, and how the agents connect.
+        logs_specs: torch's description of where the ranks print.
         forked: whether the ranks are forks of this process.
-        steps: the engine's steps.
+        steps: the methods that are called.
     """
 
     def __init__(self, workers: WorkerSpec, logs_specs: DefaultLogsSpecs, forked: bool, steps: Steps) -> None:
@@ -74,7 +74,7 @@ class TorchAgent(LocalElasticAgent):
 
     @property
     def processes(self) -> Processes | None:
-        """The ranks of the latest start, even if a signal interrupted it; None before the first."""
+        """The processes of the latest start, even if a signal interrupted the start; None before the first start."""
         if self._pcontext is None:
             return None
         if self._processes is None or self._processes.context is not self._pcontext:
@@ -82,7 +82,7 @@ class TorchAgent(LocalElasticAgent):
         return self._processes
 
     def allow_restarts(self, count: int) -> None:
-        """Set how many restarts torch's agent may still make, since the agents of all nodes share one count."""
+        """Set how many restarts torch's agent may still make; the agents of all nodes share one count."""
         self._remaining_restarts = count
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -105,12 +105,12 @@ class TorchAgent(LocalElasticAgent):
 
 
 class Processes:
-    """The processes of one start, by global rank.
+    """The processes of a start of ranks, by global rank.
 
     Args:
         context: torch's context of the processes.
-        group: the rank of each process.
-        forked: whether the processes were forked from this one, and are no programs of their own.
+        group: torch's group of workers, with the rank of each process.
+        forked: whether the processes were forked from this process; otherwise they run a program.
     """
 
     def __init__(self, context: Any, group: WorkerGroup, forked: bool) -> None:
@@ -120,7 +120,7 @@ class Processes:
         self._forked = forked
 
     def by_rank(self) -> dict[int, Any]:
-        """Return each rank's process, a `subprocess.Popen` or similar."""
+        """Return the process of each rank: a `subprocess.Popen`, or an object with the same methods."""
         context = self.context
         if self._forked:
             return {rank: ForkedRank(context._pc.processes[index]) for rank, index in self.local.items()}
@@ -131,11 +131,11 @@ class Processes:
         return self.context.error_files[self.local[rank]]
 
     def stderr_of(self, rank: int) -> str:
-        """Return the file of a rank's stderr; empty if stderr went to the console."""
+        """Return the file with a rank's stderr; "" if stderr went to the console."""
         return self.context.stderrs[self.local[rank]]
 
     def failures(self) -> dict[int, ProcessFailure]:
-        """Return the ranks that ended badly, according to torch's agent."""
+        """Return the ranks that ended with an exit code other than 0, in the form that torch's agent uses."""
         return {
             rank: ProcessFailure(self.local[rank], process.pid, process.returncode, self.error_file(rank))
             for rank, process in self.by_rank().items()
@@ -143,9 +143,9 @@ class Processes:
         }
 
     def stop_tails(self) -> None:
-        """Print the rest of the ranks' output before any message about the ranks."""
+        """Print the ranks' remaining output, so that it comes before any message about the ranks."""
         tails = getattr(self.context, "_tail_logs", None)
-        if tails is None:  # torch 2.9 has no list of the tails
+        if tails is None:  # torch 2.9 has two attributes, and no list of the tails
             tails = (self.context._stdout_tail, self.context._stderr_tail)
         for tail in tails:
             tail.stop()
@@ -161,7 +161,7 @@ class Processes:
 
 
 def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
-    """Return torch's description of where ranks print, with a folder for reports if the user asked for no files."""
+    """Return torch's description of where ranks print; without `log_dir`, `folder` gets only the error reports."""
     if spec.log_dir is None:
         return _Logs(folder)
     tee = Std.ALL if spec.tee is True else dict.fromkeys(spec.tee or (), Std.ALL)
@@ -171,7 +171,7 @@ def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
 
 
 class _Logs(DefaultLogsSpecs):
-    """A folder for every start, since torch's own class deletes the files of an earlier start."""
+    """Description of where ranks print, with a folder for each start; torch's own class deletes earlier files."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": os.environ[RESTART]} for rank, env in envs.items()}

@@ -1,6 +1,6 @@
-"""Ways to start ranks besides `instep launch`.
+"""Start ranks in other ways than by `instep launch`.
 
-- `notebook`: functions as ranks, from a notebook or a test; `slurm`: batch jobs; `ray`, `ray_actor`: actors on Ray.
+- `notebook`: run functions as ranks, from a notebook or a test; `slurm`: batch jobs; `ray`, `ray_actor`: jobs on Ray.
 """
 
 __all__: list[str] = []  # internal: may change in any release

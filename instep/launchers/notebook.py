@@ -1,7 +1,7 @@
-"""Running a function as N ranks, in a notebook, a test or an interactive session.
+"""Run a function as N ranks, in a notebook, a test or an interactive session.
 
-The ranks are forked, so the function may be defined in a cell; instep's agent starts and watches them, as it does for
-programs.
+The ranks are forked, so the function may be defined in a cell. instep's agent starts and watches the ranks, as it does
+for programs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instep.state.process import is_held
 from instep.utils.checks import at_least, is_int, wrong
 from instep.utils.porting import instead_of
 
-# Settings of LaunchSpec, without those that apply only to programs.
+# Settings of LaunchSpec that callers may give; settings that apply only to programs are missing.
 _SETTINGS = (
     *("max_restarts", "shutdown_s", "hang_timeout_s", "env", "log_dir", "tee"),
     *("num_nodes", "node_rank", "master_addr", "master_port", "run_id", "local_addr", "secret_file"),
@@ -32,27 +32,27 @@ def notebook_launcher(
 ) -> list[Any]:
     """Run a function as several ranks from a notebook.
 
-    Make the Trainer or Accelerator inside the function, so that it knows its rank. A single process runs in the
-    notebook itself. If the kernel is interrupted, the ranks get the interrupt, save and end. A rank uses one CPU
-    thread, since a fork does not inherit its parent's threads.
+    Make the Trainer or Accelerator inside the function, so that it knows its rank. With a single process, the function
+    runs in the notebook's own process. If the kernel is interrupted, the ranks get the interrupt, save and end. A rank
+    uses one CPU thread, since a fork does not inherit its parent's threads.
 
     Args:
-        function: what each rank runs.
-        args: its arguments.
-        num_processes: ranks on this machine; by default one for each accelerator, or one on a CPU.
+        function: function that each rank runs.
+        args: arguments of the function.
+        num_processes: number of ranks on this machine; None: one for each accelerator, or one if there is none.
         **settings: any of LaunchSpec's max_restarts, shutdown_s, hang_timeout_s, env, log_dir, tee, and, for a
             notebook on each of several machines, num_nodes, node_rank, master_addr, master_port, run_id, local_addr,
             secret_file.
 
     Returns:
-        What the function returned, by rank of this machine; it must be picklable.
+        Results of the function, by local rank; they must be picklable.
 
     Raises:
-        UsageError: the GPU, or a Trainer, was used before in this process, which a fork cannot survive; the text names
-            the cell. Or this is a rank itself.
+        UsageError: this process has used the GPU or a Trainer before, so it cannot be forked; the text names the cell.
+            Or this process is itself a rank.
         SettingError: a setting is wrong or unknown.
-        RemoteError: a rank failed; with its traceback.
-        Preempted: the ranks were interrupted, saved, and can be resumed.
+        RemoteError: a rank failed; the error has the rank's traceback.
+        Preempted: the ranks were interrupted; they have saved and can be resumed.
 
     Example:
         >>> def train(lr):
@@ -73,16 +73,16 @@ def debug_launcher(
     """Run a function as several ranks on the CPU, to test whether it works with several ranks.
 
     Args:
-        function: what each rank runs.
-        args: its arguments.
-        num_processes: ranks.
+        function: function that each rank runs.
+        args: arguments of the function.
+        num_processes: number of ranks.
         **settings: as for `notebook_launcher`.
 
     Returns:
-        What the function returned, by rank; it must be picklable.
+        Results of the function, by rank; they must be picklable.
 
     Raises:
-        UsageError, SettingError, RemoteError, Preempted: as for `notebook_launcher`; a GPU in use is none.
+        UsageError, SettingError, RemoteError, Preempted: as for `notebook_launcher`, but a GPU in use is not an error.
 
     Example:
         >>> from instep import PartialState
@@ -96,8 +96,8 @@ def debug_launcher(
 
 
 def _devices() -> tuple[str, int]:
-    """Return the kind of device of this machine, and the number of ranks for it."""
-    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # torch's other check makes CUDA unusable after a fork
+    """Return the kind of device of this machine, and how many ranks the launcher starts for it."""
+    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # torch's default check makes CUDA unusable in a fork
         kind = find_device_kind("auto")
         return kind.name, 1 if kind.name == "cpu" else kind.count()
 
@@ -129,7 +129,7 @@ def _launch(
         raise UsageError(f"{name}: num_processes={count} must be at least 1")
     _check_unused(name, device)
     spec = LaunchSpec(count, (getattr(function, "__name__", type(function).__name__),), **settings)
-    from instep.launch.agent import run_agent  # imported late, as in the engine, so that only a launch loads it
+    from instep.launch.agent import run_agent  # imported late, so that only a launch loads it
 
     forked = Forked(function, args)
     code = run_agent(spec, forked)
@@ -166,7 +166,7 @@ def _check_unused(name: str, device: str) -> None:
 
 
 def _cells(pattern: str) -> str:
-    """Return which of the notebook's cells match; nothing outside of a notebook."""
+    """Return a sentence that names the notebook's cells with a match; "" outside of a notebook, or without a match."""
     cells: list[str] = getattr(sys.modules["__main__"], "In", [])
     found = [
         (number, line)

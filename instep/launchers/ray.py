@@ -1,8 +1,8 @@
-"""Ranks on a Ray cluster: Ray reserves their resources; the elastic agent of each node starts and watches them.
+"""Start ranks on a Ray cluster: Ray reserves their resources, and the elastic agent of each node starts them.
 
-One actor holds the resources of one rank, a bundle of a placement group. The first actor on each node runs the node's
-agent, as `instep launch` would on that node. So local ranks, restarts, signals and exit codes are as in any other job,
-and each rank sees the GPUs of all ranks on its node.
+Each rank has an actor that holds its resources, a bundle of a placement group. The first actor on each node runs the
+node's agent, as `instep launch` would do there. So local ranks, restarts, signals and exit codes are as in any other
+job, and each rank sees the GPUs of all ranks on its node.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ _ANSWER_S = 60.0  # seconds; an actor that does not answer for this long counts 
 class RayLauncher:
     """Launcher of jobs on an existing Ray cluster.
 
-    The program, the data and instep must exist on every node under the same paths, or come by `runtime_env`. Variables
-    whose names begin with `INSTEP_` are passed to the nodes; pass others in `LaunchSpec.env`.
+    The program, the data and instep must exist on every node under the same paths, or be sent by `runtime_env`.
+    Variables whose names begin with `INSTEP_` are passed to the nodes; give other variables in `LaunchSpec.env`.
 
     Args:
-        address: of the cluster: `"auto"` for the one that this machine belongs to, `HOST:6379`, `ray://HOST:10001`, or
-            `"local"` to start one here. A connection that `ray.init` has made already is used.
-        cpus_per_rank: CPUs that each rank reserves.
-        gpus_per_rank: the same for GPUs. None: 1 where the cluster has any and INSTEP_ACCELERATOR is not "cpu".
-        resources_per_rank: the same for resources of other names.
-        placement: where ranks may lie: "PACK" on as few nodes as there is room on, "STRICT_PACK" on one, "SPREAD" on as
-            many as possible, "STRICT_SPREAD" one on each node.
-        timeout_s: how long to wait until there is room.
-        runtime_env: what Ray brings to the nodes first, such as `{"working_dir": "."}`.
+        address: address of the cluster: `"auto"` for the cluster of this machine, `HOST:6379`, `ray://HOST:10001`, or
+            `"local"` to start a cluster here. If `ray.init` has connected already, its connection is used.
+        cpus_per_rank: number of CPUs that each rank reserves.
+        gpus_per_rank: number of GPUs that each rank reserves. None: 1 if the cluster has GPUs and INSTEP_ACCELERATOR is
+            not "cpu", else 0.
+        resources_per_rank: amounts of other resources that each rank reserves, by name.
+        placement: nodes on which ranks are placed: "PACK": few nodes, "STRICT_PACK": a single node, "SPREAD": many
+            nodes, "STRICT_SPREAD": a node for each rank.
+        timeout_s: seconds to wait until the cluster has room for the ranks.
+        runtime_env: what Ray sends to the nodes first, such as `{"working_dir": "."}`.
 
     Raises:
         SettingError: a value is wrong.
@@ -81,21 +82,21 @@ class RayLauncher:
             )
 
     def run(self, spec: LaunchSpec) -> int:
-        """Run a job and return when it has ended. The ranks' output is printed by this process.
+        """Run a job and return when it has ended. This process prints the ranks' output.
 
-        A signal to this process is passed to all ranks, which then save and end. If a node is lost with its ranks, all
-        ranks are placed again, at most `spec.max_restarts` times.
+        A signal to this process is passed on to all ranks, which then save and end. If a node is lost with its ranks,
+        all ranks are placed again, at most `spec.max_restarts` times.
 
         Args:
-            spec: `spec.nproc * spec.num_nodes` ranks are placed wherever there is room for them; who meets where is
-                found out.
+            spec: the job; its `nproc * num_nodes` ranks are placed where the cluster has room. Addresses of nodes are
+                filled in.
 
         Returns:
-            The job's exit code, as `instep.launch.engine.run` gives it.
+            The exit code of the job, as for `instep.launch.engine.run`.
 
         Raises:
             MissingPackageError: ray is not installed.
-            UsageError: there is no such cluster, or it has no room for the ranks.
+            UsageError: the cluster does not answer, or has no room for the ranks.
         """
         ray: Any = require("ray", extra="ray", purpose="starting ranks on a Ray cluster")
         name = uuid.uuid4().hex  # unique for this job, since several jobs may have the same run_id
@@ -105,7 +106,7 @@ class RayLauncher:
             stack.enter_context(self._connected(ray))
             received = stack.enter_context(_signals())
             for times in range(spec.max_restarts + 1):
-                # A number that no agent can have reached before, since the same job was started again.
+                # The count of restarts starts at a number that no agent of an earlier placement can have reached.
                 job = {JOB_ID: name, RESTART: str(times * (spec.max_restarts + 1)), JOB_SECRET: secret.text()}
                 with self._placed(ray, spec.nproc * spec.num_nodes, received) as places:
                     agents = _agents(ray, spec, places, job, self.runtime_env)
@@ -136,7 +137,7 @@ class RayLauncher:
 
     @contextmanager
     def _placed(self, ray: Any, count: int, received: list[int]) -> Iterator[list[Any]]:
-        """Place an actor for each rank in a placement group, which is removed at the end."""
+        """Place an actor for each rank in a placement group; remove the group at the end of the block."""
         from ray.util import placement_group, remove_placement_group  # imported late, since the package is optional
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -174,7 +175,7 @@ class RayLauncher:
 
 @dataclass(frozen=True)
 class _Agent:
-    """The agent of a node: the actor that runs it, and how to call it."""
+    """Agent of a node: the actor that runs the agent, and the agent's name in messages."""
 
     place: Any
     name: str
@@ -183,7 +184,7 @@ class _Agent:
 def _agents(
     ray: Any, spec: LaunchSpec, places: list[Any], job: Mapping[str, str], runtime_env: Mapping[str, Any] | None
 ) -> list[_Agent]:
-    """Start an agent on each node that has ranks."""
+    """Start an agent on each node that has actors of ranks, and return the agents."""
     found = ray.get([place.where.remote() for place in places])
     nodes: dict[str, list[int]] = {}
     for index, (node, _, _) in enumerate(found):
@@ -218,7 +219,7 @@ def _agents(
 
 
 def _watch(ray: Any, agents: list[_Agent], received: list[int], spec: LaunchSpec) -> int | None:
-    """Print the agents' output until all have ended; return the job's exit code, or None if a node was lost."""
+    """Print the agents' output until all agents have ended; return the job's exit code, or None if a node was lost."""
     running = dict(enumerate(agents))
     codes: list[int] = []
     lost = False
@@ -242,7 +243,7 @@ def _watch(ray: Any, agents: list[_Agent], received: list[int], spec: LaunchSpec
                 del running[number]
         if lost and spec.min_nodes is None and deadline == float("inf"):
             deadline = time.monotonic() + spec.shutdown_s
-            _signal(running, signal.SIGTERM)  # the other nodes cannot continue without the failed one
+            _signal(running, signal.SIGTERM)  # the other nodes cannot continue without the lost one
         for number in received[told:]:
             _signal(running, number)
             told += 1
@@ -259,7 +260,7 @@ def _signal(agents: Mapping[int, _Agent], number: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the numbers of the signals that this process gets; an ignored signal stays ignored."""
+    """Collect the numbers of signals to this process in the block; an ignored signal stays ignored."""
     received: list[int] = []
     with signals_restored(_SIGNALS) as before:
         for number, handler in before.items():

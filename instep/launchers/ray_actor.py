@@ -1,7 +1,7 @@
-"""Programs on the nodes of a Ray cluster: the actor that holds a rank's resources, and the agent that it starts.
+"""Run programs on the nodes of a Ray cluster: the actor that holds a rank's resources, and the agent that it starts.
 
-Only the standard library is imported here, since every actor loads this file; `python -m instep.launchers.ray_actor` is
-the agent, and loads the rest.
+This file imports only the standard library, since every actor loads it. `python -m instep.launchers.ray_actor` is the
+agent, which loads everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO, Any
 
 
 class Place:
-    """The actor of a rank, which holds the rank's resources; the first actor on each node runs the agent."""
+    """Actor of a rank, which holds the rank's resources; the first actor on each node also runs the agent."""
 
     def __init__(self) -> None:
         self._agent: subprocess.Popen[bytes] | None = None
@@ -30,7 +30,7 @@ class Place:
         self._printed: deque[tuple[str, bytes]] = deque()
 
     def where(self) -> tuple[str, str, list[str]]:
-        """Return the node's id and address, and the numbers of this actor's GPUs."""
+        """Return the node's id, the node's address, and the numbers of this actor's GPUs."""
         import ray  # imported late, since the package is optional
 
         context = ray.get_runtime_context()
@@ -38,18 +38,18 @@ class Place:
         return context.get_node_id(), ray.util.get_node_ip_address(), [str(number) for number in gpus]
 
     def free_port(self) -> int:
-        """Find a port of this node that nobody listens on."""
+        """Return a port of this node that no program listens on."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return probe.getsockname()[1]
 
     def start(self, spec: Mapping[str, Any], environment: Mapping[str, str], folder: str | None) -> None:
-        """Start the agent.
+        """Start the agent in a new process.
 
         Args:
-            spec: the fields of its `LaunchSpec`, as JSON has them.
-            environment: more variables for it.
-            folder: where it runs; this process's, where there is none of that name.
+            spec: fields of the agent's `LaunchSpec`, as JSON values.
+            environment: further environment variables for the agent.
+            folder: working directory of the agent; this process's own, if the folder does not exist on this node.
         """
         self._agent = subprocess.Popen(
             [sys.executable, "-m", "instep.launchers.ray_actor", str(os.getpid())],
@@ -66,7 +66,7 @@ class Place:
             pump.start()
             self._pumps.append(pump)
         assert self._agent.stdin is not None
-        # The Python of this node, not that of the driver.
+        # The agent uses the Python of this node, not the one of the driver.
         executable = sys.executable if spec["python"] else spec["executable"]
         self._agent.stdin.write(json.dumps({**spec, "executable": executable}).encode())
         self._agent.stdin.close()
@@ -76,12 +76,12 @@ class Place:
             self._printed.append((name, data))
 
     def poll(self) -> tuple[int | None, list[tuple[str, bytes]]]:
-        """Return the agent's exit code, None while it runs, and the output since the last call."""
+        """Return the agent's exit code, or None while it runs, and its output since the last call."""
         assert self._agent is not None
         code = self._agent.poll()
         if code is not None:
             for pump in self._pumps:
-                pump.join(5.0)  # a process that a rank left behind may hold the other end
+                pump.join(5.0)  # not forever, since a process that a rank left behind may hold the pipe open
         return code, [self._printed.popleft() for _ in range(len(self._printed))]
 
     def signal(self, number: int) -> None:
@@ -91,11 +91,11 @@ class Place:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run as a node's agent.
+    """Run the agent of a node.
 
-    The `LaunchSpec` comes on stdin; the agent ends with the process whose id is the argument.
+    The `LaunchSpec` is read from stdin. The agent ends if the process ends whose id is the argument.
     """
-    # Imported late: an actor needs none of it.
+    # Imported late, since an actor needs none of it.
     from instep.launch.agent import run_agent
     from instep.launch.spec import LaunchSpec
 

@@ -1,8 +1,8 @@
-"""A job for SLURM: the batch script that starts one `instep launch` on each node, and its submission.
+"""A job for SLURM: make the batch script that starts an `instep launch` on each node, and submit it.
 
-The script asks SLURM to send SIGUSR1 ahead of the time limit, to the job's step but not to the script itself. The ranks
-save and end with exit code 75, and the script puts the job back into the queue. SLURM itself requeues a job if a node
-fails or a job of higher priority takes its place. A requeued job resumes from its newest checkpoint.
+The script asks SLURM to send SIGUSR1 before the time limit, to the job's step but not to the script itself. The ranks
+save and end with exit code 75, and the script requeues the job. SLURM itself requeues a job if a node fails, or if a
+job of higher priority takes its place. A requeued job resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from instep.errors import EXIT_PREEMPTED, SettingError, UsageError
 
 _CANNOT_SPLIT = "\n\r\0"
 _OWN = ("nodes", "ntasks", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "array")
-_ENDING_S = 15  # seconds from the end of the ranks to the end of the job
+_ENDING_S = 15  # seconds that the job needs to end after its ranks have ended
 _SECRET = (
     "# By this the job's agents and ranks know each other; srun hands it on.",
     '[ -n "$INSTEP_JOB_SECRET$INSTEP_JOB_SECRET_FILE" ] ||',
@@ -31,18 +31,18 @@ class BatchJob:
     """A job to submit to SLURM.
 
     Args:
-        command: the script with its arguments, or `("-m", "module", ...)`.
-        nodes: how many; each runs one agent.
-        gpus: on each node; also the ranks there, unless `nproc` says another number.
-        nproc: ranks on each node.
-        cpus: cores for each rank, with its data loader's workers; by default what the cluster gives to a GPU, or 1.
-        options: more of sbatch's, such as `"--partition=long"`.
+        command: script with its arguments, or `("-m", "module", ...)`.
+        nodes: number of nodes; each node runs one agent.
+        gpus: number of GPUs on each node, which is also the number of ranks there if `nproc` is None.
+        nproc: number of ranks on each node.
+        cpus: number of cores for each rank with its data loader's workers; None: what the cluster gives to a GPU, or 1.
+        options: further options of sbatch, such as `"--partition=long"`.
         launch: options of `instep launch`, such as `"--precision=bf16-mixed"`.
-        setup: lines of shell that run before, on the first node, such as `"module load cuda"`.
-        signal_s: seconds before the time limit at which the ranks are told to save; SLURM may be a minute early.
-        requeue: put the job back into the queue when it was told to stop, and let SLURM do so when a node fails.
-        output: where the output goes, in sbatch's patterns.
-        python: the interpreter, the same on all nodes.
+        setup: lines of shell that run first, on the first node, such as `"module load cuda"`.
+        signal_s: seconds before the time limit at which the ranks get the signal to save; SLURM may be a minute early.
+        requeue: whether the job is requeued after a signal to stop, and SLURM may requeue it when a node fails.
+        output: path of the output, with sbatch's patterns such as `%j`.
+        python: path of the Python interpreter, the same on all nodes.
     """
 
     command: tuple[str, ...]
@@ -73,7 +73,7 @@ class BatchJob:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on each node."""
+        """Number of ranks on each node."""
         return self.nproc or self.gpus or 1
 
     def script(self) -> str:
@@ -110,17 +110,17 @@ class BatchJob:
 
 
 def submit(job: BatchJob, test_only: bool = False) -> str:
-    """Give a job to sbatch.
+    """Submit a job by sbatch.
 
     Args:
         job: the job.
-        test_only: only ask when it would start.
+        test_only: whether sbatch is only asked when the job would start.
 
     Returns:
-        The job's id, or with `test_only` what sbatch says.
+        The job's id, or with `test_only` the answer of sbatch.
 
     Raises:
-        UsageError: there is no sbatch here, or it refuses the job.
+        UsageError: sbatch is not installed here, or refuses the job.
     """
     command = ["sbatch", "--parsable", *(["--test-only"] if test_only else [])]
     try:
@@ -132,15 +132,15 @@ def submit(job: BatchJob, test_only: bool = False) -> str:
         ) from None
     if done.returncode:
         raise UsageError(f"sbatch refuses the job: {done.stderr.strip()}")
-    # ";cluster" may follow the number.
+    # sbatch may print ";" and the name of the cluster after the number.
     return done.stderr.strip() if test_only else done.stdout.strip().partition(";")[0]
 
 
 def check_time(text: str) -> str:
-    """Check a time limit and return it in SLURM's format.
+    """Check a time limit, and return it unchanged.
 
     Raises:
-        SettingError: it is none.
+        SettingError: the text is not a time limit in a format of SLURM.
     """
     if not _TIME.fullmatch(text):
         raise SettingError(

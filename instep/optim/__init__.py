@@ -1,6 +1,6 @@
-"""Optimizers: parameter groups by name, rates by layer, and optimizers of whole matrices for weights that ranks share.
+"""Optimizers: parameter groups by name, learning rates by layer, and whole-matrix optimizers for sharded weights.
 
-A name is loaded when it is first used.
+A name is loaded at its first use.
 """
 
 from typing import TYPE_CHECKING

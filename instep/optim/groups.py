@@ -1,6 +1,6 @@
-"""Parameter groups for optimizers: options by the names of parameters, and learning rates by layer.
+"""Make parameter groups for optimizers: options by the names of parameters, and learning rates by layer.
 
-Names are those of `module.named_parameters()`, without what `torch.compile` and other wrappers add to them.
+Names are the ones in `module.named_parameters()`, without the parts that `torch.compile` and other wrappers add.
 
 Example:
     >>> import torch
@@ -34,15 +34,15 @@ Which: TypeAlias = "str | Callable[[str, Tensor], bool]"
 
 __all__ = ["biases_and_norms", "layerwise_lr", "param_groups"]
 
-_LISTED = 5  # most names in an error text
+_LISTED = 5  # maximum number of names in an error text
 
 
 def biases_and_norms(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter has fewer than two dimensions, as biases and norm weights, which get no weight decay.
+    """Return True if a parameter has fewer than two dimensions, as biases and norm weights; these get no weight decay.
 
     Args:
-        name: the parameter's name.
-        parameter: the parameter, of any shape; also one that DeepSpeed has cut up.
+        name: name of the parameter.
+        parameter: the parameter, of any shape; DeepSpeed may have divided it over ranks.
 
     Example:
         >>> import torch
@@ -59,25 +59,26 @@ def param_groups(
     frozen: bool = False,
     **defaults: Any,
 ) -> list[dict[str, Any]]:
-    """Sort a module's parameters into groups, each with the options that its names ask for.
+    """Sort a module's parameters into groups, each with the options for the names of its parameters.
 
-    Every parameter is in exactly one group. A parameter that matches several entries gets the options of all of them;
-    if two entries give the same option, the later entry counts. A group's `name`, which `LearningRateMonitor` shows, is
-    built from its entries; an entry may set `"name"`.
+    Every parameter is in exactly one group. A parameter that matches several entries of `options` gets the options of
+    all of them; if two entries have the same option, the later entry counts. The `name` of a group, which
+    `LearningRateMonitor` shows, is made from its entries; an entry may set `"name"`.
 
     Args:
-        module: on any device, sharded or not.
-        options: an optimizer's options by pattern, such as `{"*.bias": {"weight_decay": 0.0}}`, or by a function of
-            name and parameter, such as `biases_and_norms`. A tied parameter is matched by each of its names.
-        frozen: take parameters too that do not require gradients.
-        defaults: options of all groups that have no other, such as `lr=1e-3`.
+        module: the module, on any device, sharded or not.
+        options: options of the optimizer by a pattern of names, such as `{"*.bias": {"weight_decay": 0.0}}`, or by a
+            function of name and parameter, such as `biases_and_norms`. A tied parameter is matched by each of its
+            names.
+        frozen: whether parameters that do not require gradients are included.
+        defaults: options of all groups, unless an entry sets the same option; for example `lr=1e-3`.
 
     Returns:
         The groups, for an optimizer, in the order of their first parameters.
 
     Raises:
-        SettingError: an entry matches no parameter, no parameter is left, or an entry has an option that no optimizer
-            of torch.optim takes and that is not among `defaults`.
+        SettingError: an entry matches no parameter, there is no parameter to optimize, or an entry has an option that
+            neither an optimizer of torch.optim nor `defaults` has.
 
     Example:
         >>> import torch
@@ -100,7 +101,7 @@ def layerwise_lr(
     frozen: bool = False,
     **defaults: Any,
 ) -> list[dict[str, Any]]:
-    """Give each layer a learning rate that falls from the output to the input.
+    """Make groups in which each layer has a learning rate that falls from the output to the input.
 
     Parameters after the layers, such as the head's, get `lr`. With n layers, the last layer gets `lr * decay` and the
     first layer `lr * decay**n`. Parameters before the layers, such as embeddings, get `lr * decay**(n + 1)`. "Before"
@@ -108,11 +109,11 @@ def layerwise_lr(
     "below".
 
     Args:
-        module: on any device, sharded or not.
-        layers: the name of a layer, with one `*` in the place of its number: "encoder.layers.*".
-        lr: learning rate of what comes after the layers.
-        decay: factor from a layer to the one before, above 0 to 1.
-        options: more options by name, as in `param_groups`; an "lr" among them takes the place of the layer's.
+        module: the module, on any device, sharded or not.
+        layers: name of a layer, with one `*` in the place of its number: "encoder.layers.*".
+        lr: learning rate of the parameters after the layers.
+        decay: factor between the rates of a layer and of the layer after it, above 0 to 1.
+        options: further options by name, as in `param_groups`; an "lr" in them replaces the rate of the layer.
         frozen: as in `param_groups`.
         defaults: as in `param_groups`.
 
@@ -154,13 +155,13 @@ def layerwise_lr(
     return _grouped(module, rules, frozen, defaults)
 
 
-# ---- rules: what a group is called, which parameters it takes, and their options
+# ---- rules: the name of a group, a function that chooses its parameters, and their options
 
 _Rule: TypeAlias = "tuple[str, Callable[[str, Tensor], bool], dict[str, Any]]"
 
 
 def _rules(options: Any, defaults: Mapping[str, Any]) -> list[_Rule]:
-    """Check the options by name, and make the rules from them."""
+    """Check the user's options by name, and make rules from them."""
     if options is not None and not isinstance(options, Mapping):
         raise wrong("options", options, 'options by pattern, such as {"*.bias": {"weight_decay": 0.0}}')
     rules = []
@@ -184,7 +185,7 @@ def _rules(options: Any, defaults: Mapping[str, Any]) -> list[_Rule]:
 
 
 def _optimizer_options() -> set[str]:
-    """Return the option names of all of torch's optimizers, and the keys that schedulers and instep keep in groups."""
+    """Return the option names of all torch optimizers, and the keys that schedulers and instep add to groups."""
     kinds = [kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, optim.Optimizer)]
     names = {name for kind in kinds for name in inspect.signature(kind).parameters}
     return (names - {"params", "defaults", "args", "kwargs"}) | {"name", "initial_lr", "max_lr", "min_lr"}
@@ -257,7 +258,7 @@ def _short(label: str, rules: Sequence[_Rule]) -> str:
 
 
 def _unmatched(field: str, pattern: str, names: Sequence[str]) -> SettingError:
-    """Make the error for a pattern that matches no parameter, with the names that are nearest to it."""
+    """Make the error for a pattern that matches no parameter; its text has the most similar names."""
     near = get_close_matches(pattern.strip("*."), names, _LISTED, 0.4) or list(names[:_LISTED])
     return SettingError(
         f"{field}: {pattern!r} matches no parameter. {'Near' if near else 'There is no name'}: "

@@ -1,12 +1,14 @@
-"""Optimizers that need a whole matrix, such as Muon, for weights of which every rank holds a part.
+"""Optimizers that need whole matrices, such as Muon, for weights that are sharded over ranks.
 
-Each matrix has an owner among the ranks that share it. A step sends the parts of weights and gradients to the owners, a
-bucket of matrices at a time; the owner steps the optimizer over whole, plain tensors, and sends the parts of the new
-weights back: two collectives for each bucket. While the owners step one bucket, the next bucket is sent. The arithmetic
-is the optimizer's own, so the result is that of one process. It has the same bits if the gradients have.
+Each matrix has an owner among the ranks that share it. A step sends the parts of weights and gradients to the owners,
+one bucket of matrices at a time. The owner steps the optimizer over whole, plain tensors, and sends the parts of the
+new weights back. This takes two collectives for each bucket. While the owners step one bucket, the next bucket is sent.
+The arithmetic is the optimizer's own, so the result is the same as in one process, and bit-identical if the gradients
+are.
 
-Between two steps the owner of a matrix holds its whole state. `state_dict` divides that state as the weight is divided.
-So a checkpoint looks like that of any optimizer, and other strategies and numbers of ranks can load it.
+Between two steps, the owner of a matrix holds the whole optimizer state of the matrix. `state_dict` divides this state
+in the same way as the weight. So a checkpoint looks like a checkpoint of any optimizer, and other strategies and
+numbers of ranks can load it.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.errors import SettingError
 from instep.strategies.dtensors import box_of, with_local
 
-BUCKET_BYTES = 64 * 2**20  # bytes of whole weights in a bucket; a larger matrix is a bucket of its own
-_AHEAD = 2  # buckets that are being sent to their owners at one time
+BUCKET_BYTES = 64 * 2**20  # bytes of whole weights in a bucket; a larger matrix has a bucket of its own
+_AHEAD = 2  # number of buckets that are sent to their owners at the same time
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape of a part, and where it begins in each dimension."""
@@ -37,7 +39,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class _Place:
-    """Where the parts of a matrix are: the ranks that share it, this rank's index among them, and each rank's part."""
+    """Where the parts of a matrix are: the ranks that share it, this rank's index among them, and each part's box."""
 
     group: Any
     rank: int
@@ -48,7 +50,7 @@ class _Place:
         self.slices = [tuple(slice(b, b + n) for n, b in zip(shape, begin, strict=True)) for shape, begin in self.boxes]
 
 
-_places = WeakTensorKeyDictionary()  # parameter -> _Place
+_places = WeakTensorKeyDictionary()  # the `_Place` of each parameter, by the parameter
 
 
 @dataclass
@@ -66,22 +68,23 @@ class _Matrix:
 
 
 class WholeMatrix(Optimizer):
-    """Optimizer wrapper that sees whole matrices where ranks share weights: FSDP, HSDP, tensor parallelism, or several.
+    """Optimizer wrapper that sees whole matrices if ranks share weights: FSDP, HSDP, tensor parallelism, or several.
 
     `WholeMatrix(optimizer)` returns the same object; its class then derives from both this class and the optimizer's
     class. In one process and under DDP it steps as before. Under sharding `torch.optim.Muon` alone costs some 13
-    collectives for each matrix, and its result depends on the number of ranks; within this class it takes two for 64 MB
-    of matrices, and its result is that of one process.
+    class. In one process and under DDP, the optimizer steps as before. Under sharding, `torch.optim.Muon` alone takes
+    about 13 collectives for each matrix, and its result depends on the number of ranks. With this wrapper it takes two
+    collectives for 64 MB of matrices, and its result is the same as in one process.
 
-    The optimizer's `step` is called once for each bucket, with that bucket's parameters in its groups. So an optimizer
-    may keep state for each parameter, in `optimizer.state`, but no state that all parameters share. Its `state_dict` is
-    a collective where weights are shared: all ranks call it.
+    The optimizer's `step` is called once for each bucket, with only this bucket's parameters in its groups. So an
+    optimizer may keep state for each parameter, in `optimizer.state`, but no state that all parameters share. If ranks
+    share weights, all ranks must call `state_dict`.
 
     Args:
-        optimizer: over parameters of any shape, sharded before or after this call.
+        optimizer: optimizer over parameters of any shape; they may be sharded before or after this call.
 
     Raises:
-        SettingError: it is an optimizer that sees whole matrices already, or no optimizer.
+        SettingError: `optimizer` is already wrapped, or is not an optimizer.
 
     Example:
         >>> layer = torch.nn.Linear(8, 4)
@@ -109,17 +112,19 @@ class WholeMatrix(Optimizer):
         return optimizer
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
-        """Do nothing: `__new__` has made the optimizer."""
+        """Do nothing, since `__new__` has made the optimizer."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters. Collective where ranks share weights: with gradients for the same ones on all of them.
+        """Step all parameters.
+
+        If ranks share weights, all of them must call this, with gradients for the same parameters.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: function that evaluates the model again and returns the loss.
 
         Returns:
-            What the closure returned.
+            Result of the closure; None without a closure.
         """
         loss = None
         if closure is not None:
@@ -146,7 +151,7 @@ class WholeMatrix(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, divided as the weights are. Collective if ranks share weights."""
+        """Return the state, divided as the weights are; if ranks share weights, all ranks must call this."""
         before, buckets = self.state, self._parts_of_a_step(all_of_them=True)[1]
         cut = dict(pair for bucket in buckets for pair in _cut(bucket, before))
         rest = {parameter: values for parameter, values in before.items() if parameter not in cut}
@@ -157,7 +162,7 @@ class WholeMatrix(Optimizer):
             self.state = before
 
     def _parts_of_a_step(self, all_of_them: bool = False) -> tuple[list[tuple[int, Tensor]], list[list[_Matrix]]]:
-        """Return the parameters that this rank has whole, by the number of their group, and the others in buckets."""
+        """Return the parameters that this rank has whole, by the number of their group, and all others in buckets."""
         plain: list[tuple[int, Tensor]] = []
         shared: list[tuple[int, DTensor]] = []
         for number, group in enumerate(self.param_groups):
@@ -202,16 +207,16 @@ def _whole_class(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def _own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """Return the step of the wrapped optimizer, without torch's step hooks, since they run around our step."""
+    """Return the wrapped optimizer's own step, without torch's step hooks, since they run around the wrapper's step."""
     step: Any = kind.__mro__[2].step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-# ---- where matrices lie, and who owns them
+# ---- where the parts of matrices are, and which rank owns a matrix
 
 
 def _places_of(parameters: Sequence[DTensor]) -> list[_Place]:
-    """Return the place of each parameter; ranks exchange their parts when a parameter is new. Collective."""
+    """Return the place of each parameter. All ranks call this, since they exchange their parts of new parameters."""
     new: dict[Any, list[DTensor]] = {}
     for parameter in parameters:
         if parameter not in _places:
@@ -225,7 +230,7 @@ def _places_of(parameters: Sequence[DTensor]) -> list[_Place]:
 
 
 def _group_of(parameter: DTensor) -> Any:
-    """Return the process group of the ranks that share a parameter; each copy of a parameter has its own group."""
+    """Return the process group of the ranks that share a parameter; with replicas, each replica has its own group."""
     mesh = parameter.device_mesh
     cut = [number for number, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
     if len(cut) == 1:
@@ -241,7 +246,7 @@ def _group_of(parameter: DTensor) -> Any:
 
 
 def _owners(matrices: Sequence[tuple[DTensor, _Place]]) -> list[int]:
-    """Choose the owner of each matrix: the rank with the least work so far, in multiplications of a product."""
+    """Choose the owner of each matrix: the rank with the least work so far, counted in multiplications of a product."""
     loads: dict[Any, list[int]] = {}
     owners = []
     for parameter, place in matrices:
@@ -253,7 +258,7 @@ def _owners(matrices: Sequence[tuple[DTensor, _Place]]) -> list[int]:
 
 
 def _buckets(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
-    """Divide matrices into buckets of up to `BUCKET_BYTES`, each with one parameter group and one dtype."""
+    """Divide matrices into buckets of up to `BUCKET_BYTES`, each with one process group and one dtype."""
     alike: dict[Any, list[_Matrix]] = {}
     for matrix in matrices:
         alike.setdefault((matrix.place.group, matrix.parameter.dtype), []).append(matrix)
@@ -270,17 +275,17 @@ def _buckets(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
     return buckets
 
 
-# ---- sending parts to the owners and back
+# ---- sending parts of matrices to the owners and back
 
 
 class _Exchange:
-    """An all-to-all that has been started.
+    """An all-to-all collective that has been started.
 
     Args:
-        group: the ranks.
-        to: the tensors for each rank.
-        sizes: how many elements come from each rank.
-        like: a tensor of the dtype and on the device of all of them.
+        group: process group of the ranks.
+        to: tensors that are sent to each rank.
+        sizes: number of elements that come from each rank.
+        like: tensor with the same dtype and device as all of these tensors.
     """
 
     def __init__(self, group: Any, to: Sequence[Sequence[Tensor]], sizes: Sequence[int], like: Tensor) -> None:
@@ -294,13 +299,13 @@ class _Exchange:
         )
 
     def finish(self) -> list[_Reader]:
-        """Wait, and return what came from each rank."""
+        """Wait for the collective, and return a reader of what came from each rank."""
         self._work.wait()
         return [_Reader(part) for part in self._received.split(self._sizes)]
 
 
 class _Reader:
-    """Reader that takes tensors one after the other out of a flat one."""
+    """Reader that takes tensors one after another out of a flat tensor."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat, self._at = flat, 0
@@ -312,7 +317,7 @@ class _Reader:
 
 @dataclass
 class _Part:
-    """This rank's part of a matrix's weight, gradient or state."""
+    """This rank's part of a matrix's weight, gradient or optimizer state."""
 
     matrix: _Matrix
     name: str
@@ -320,11 +325,11 @@ class _Part:
 
 
 class _Gather:
-    """The parts of a bucket on their way to the owners: weights, gradients, and state that was just loaded.
+    """Transfer of a bucket's parts to the owners: weights, gradients, and state that was loaded since the last step.
 
     Args:
-        bucket: with gradients.
-        state: the optimizer's.
+        bucket: matrices with gradients.
+        state: state of the optimizer.
     """
 
     def __init__(self, bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> None:
@@ -340,7 +345,7 @@ class _Gather:
         self._exchanges = [_to_owners(bucket[0].place, parts) for parts in self._parts]
 
     def finish(self, state: dict[Any, dict[str, Any]]) -> dict[DTensor, Tensor]:
-        """Return the whole weights that this rank owns, each with its gradient; the owner's state is updated too."""
+        """Wait, and return this rank's own whole weights, each with its gradient; also make their state whole."""
         whole: dict[DTensor, dict[str, Tensor]] = {matrix.parameter: {} for matrix in self._bucket if matrix.is_mine}
         for parts, exchange in zip(self._parts, self._exchanges, strict=True):
             received = exchange.finish()
@@ -373,12 +378,12 @@ def _to_owners(place: _Place, parts: Sequence[_Part]) -> _Exchange:
 
 
 class _Scatter:
-    """Whole tensors of a bucket on their way from the owners.
+    """Transfer of a bucket's whole tensors from the owners, divided into the parts of all ranks.
 
     Args:
-        bucket: whose tensors.
-        whole: those of this rank.
-        like: a tensor of the dtype and on the device of all; None: as the weights.
+        bucket: matrices to which the tensors belong.
+        whole: whole tensors that this rank owns, by parameter.
+        like: tensor with the same dtype and device as all of these tensors; None: a weight.
     """
 
     def __init__(self, bucket: list[_Matrix], whole: dict[DTensor, Tensor], like: Tensor | None = None) -> None:
@@ -394,17 +399,20 @@ class _Scatter:
         self._exchange = _Exchange(place.group, to, sizes, like)
 
     def finish(self) -> Iterator[tuple[DTensor, Tensor]]:
-        """Wait, and write this rank's part of each tensor."""
+        """Wait, and yield each parameter with this rank's part of its tensor."""
         received = self._exchange.finish()
         for matrix in self._bucket:
             yield matrix.parameter, received[matrix.owner].read(matrix.place.boxes[matrix.place.rank][0])
 
 
-# ---- the state in a checkpoint
+# ---- the optimizer state in a checkpoint
 
 
 def _cut(bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> Iterator[tuple[DTensor, dict[str, Any]]]:
-    """Divide each parameter's state like its weight if shapes are equal; else every rank gets the whole. Collective."""
+    """Divide each parameter's state like its weight if the shapes are equal; else every rank gets it whole.
+
+    All ranks must call this.
+    """
     mine = {
         number: {key: _sent(value, matrix.parameter) for key, value in state.get(matrix.parameter, {}).items()}
         for number, matrix in enumerate(bucket)
@@ -432,13 +440,13 @@ def _cut(bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> Iterator[tu
 
 @dataclass
 class _Dtype:
-    """Stand-in for a tensor of the weight's shape."""
+    """Stand-in for a tensor that has the shape of the weight, in a message."""
 
     dtype: torch.dtype
 
 
 def _sent(value: Any, parameter: DTensor) -> Any:
-    """Return what an owner sends of a state in one message; tensors of the weight's shape follow in parts."""
+    """Return what an owner sends of a state value in one message; tensors of the weight's shape follow in parts."""
     if _is_cut(value):  # the state was loaded and no step has used it yet, so all ranks hold their parts
         return None
     value = _plain(value)
@@ -448,10 +456,10 @@ def _sent(value: Any, parameter: DTensor) -> Any:
 
 
 def _is_cut(value: Any) -> bool:
-    """Return whether a state is a tensor of which each rank has a part."""
+    """Return True if a state value is a tensor of which each rank has a part."""
     return isinstance(value, DTensor) and not all(isinstance(p, Replicate) for p in value.placements)
 
 
 def _plain(value: Any) -> Any:
-    """Return a state that every rank has whole as a plain tensor; anything else as it is."""
+    """Return a state value as a plain tensor if every rank has it whole; return any other value unchanged."""
     return value.to_local() if isinstance(value, DTensor) else value
