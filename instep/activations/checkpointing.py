@@ -145,13 +145,13 @@ class ActivationCheckpointing(Callback):
                 )
 
     def _budget(self) -> ExitStack:
-        import torch._functorch.config as config  # imported late, since only compiled modules have one
+        import torch._functorch.config as config  # imported late, since only compiled modules have a memory budget
 
         stack = ExitStack()
         stack.enter_context(config.patch(activation_memory_budget=self.memory_budget))  # pyright: ignore[reportAttributeAccessIssue]
         return stack
 
-    # ---- the run
+    # ---- hooks of a run
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":

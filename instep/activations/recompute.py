@@ -119,7 +119,7 @@ def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Cal
 
     def undo() -> None:
         if part.__dict__.get("forward") is not forward:
-            return  # a strategy has compiled the part in the meantime
+            return  # nothing is undone, since a strategy has compiled the part in the meantime
         del part.__dict__[_MARK], part.forward
         if before is not None:
             part.forward = before
@@ -175,7 +175,7 @@ class _BuffersKept:
         for _, buffers, name in self._powers:
             self._vectors.append({key: buffers[key].clone() for key in (f"{name}_u", f"{name}_v")})
 
-    def __enter__(self) -> None:  # entered once for each backward through the same graph
+    def __enter__(self) -> None:  # this is entered once for each backward through the same graph
         with ExitStack() as stack:
             for norm in self._norms:
                 stack.callback(setattr, norm, "momentum", norm.momentum)

@@ -210,7 +210,7 @@ def get_balanced_memory(
         return limits
     if len(used) == 1:
         if max_memory is None:
-            limits[used[0]] = limits[used[0]] * 9 // 10  # the other 10 % are for activations
+            limits[used[0]] = limits[used[0]] * 9 // 10  # the other 10 % of the memory are for activations
         return limits
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(used) - low_zero) + _margin(model, sizes, _classes(model, no_split_module_classes))
@@ -241,7 +241,8 @@ def _classes(model: nn.Module, no_split_module_classes: Collection[str] | str | 
             "no_split_module_classes", no_split_module_classes, "names of classes, such as ['LlamaDecoderLayer']"
         )
     counts = Counter(type(module).__name__ for module in model.modules())
-    if names and not any(name in counts for name in names):  # some of the names may belong to related models
+    # A warning only if no name is found, since some names may be those of related models.
+    if names and not any(name in counts for name in names):
         often = [f"{name} ({count} times)" for name, count in counts.most_common(8)]
         warn_user(
             f"no module of {type(model).__name__} is of a class in no_split_module_classes={[*names]}, so its blocks "

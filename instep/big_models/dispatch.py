@@ -392,7 +392,7 @@ class _Stays:
                 f"{kind} is dispatched, and its weights cannot be converted. Give load_checkpoint_and_dispatch the "
                 "dtype, or use precision='bf16-mixed' in place of 'bf16-true'."
             )
-        return self._model  # an outer module was moved; this model stays where it is
+        return self._model  # only an outer module was moved, and this model stays where it is
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
@@ -603,7 +603,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         yield
     finally:
         for parameter, data in before.items():
-            # Keep changes that the block made.
+            # The data are copied back, which keeps changes that the block has made.
             parameter.data = parameter.data.to(data.device)
 
 

@@ -233,13 +233,13 @@ def _detach(subject: Any) -> None:
     if "_old_forward" in vars(subject):
         own = getattr(subject._old_forward, "__func__", None)
         if own is not None and own is getattr(type(subject), "forward", None):
-            del subject.forward  # now the class's own forward is used again
+            del subject.forward  # after this, the class's own forward is used again
         else:
             _set_forward(subject, subject._old_forward)
         del subject._old_forward
 
 
-# ---- weights and inputs where the module computes
+# ---- moving weights and inputs to where a module computes
 
 
 class _Slot:
@@ -259,14 +259,14 @@ class _Slot:
         self.empty: Tensor = placeholder_of(holder[leaf], self)
         if self.original == _META and not isinstance(holder[leaf], Placeholder):
             with suppress(RuntimeError):  # a tensor in a graph, or with weak references, cannot be swapped
-                # Swap and not replace, so that other references to the weight, as in a list of the module, get the
+                # The tensors are swapped, so that other references to the weight, as in a list of the module, get the
                 # placeholder too.
                 swap_tensors(holder[leaf], self.empty)
                 self.empty = holder[leaf]
         self._there: Tensor | None = None  # the weight in the module during a forward
         self._value: Tensor | None = None  # tensor from which `_kept` was made
         self._kept: Tensor | None = None
-        # the last value from which the weight was made; the same value is not converted again
+        # The value from which the weight was made last; the same value is not converted again.
         self._seen: ref[Tensor] | None = None
 
     @property
@@ -283,7 +283,7 @@ class _Slot:
         """Put a weight into the module, on a device; keep a value that a user has set instead."""
         holder, leaf = self.holder, self.leaf
         if holder.get(leaf) is self.empty:
-            # handles the usual case without another call, since a model of many small layers has many weights
+            # This handles the usual case without another call, since a model of many small layers has many weights.
             kept = self._kept
             if kept is None or self._value is not value or kept.requires_grad is not self.requires_grad:
                 kept = self._made(value, device)
@@ -301,11 +301,13 @@ class _Slot:
         if kept is None:
             there = value if device is None or value.device == device else value.to(device)
             kept = tensor_like(self.empty, there)
-            # Until the next forward, keep only what costs no memory: values that the map of weights holds anyway.
+            # Until the next forward, only a tensor that takes no extra memory is kept: one that the map of weights
+            # holds anyway.
             stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
             self._value, self._kept = (value, kept) if stays else (None, None)
             self._seen = ref(value)
-        elif kept.requires_grad is not self.requires_grad:  # the weight was frozen or unfrozen after it was kept
+        # The weight was frozen or unfrozen after the tensor was made from it.
+        elif kept.requires_grad is not self.requires_grad:
             kept.requires_grad_(self.requires_grad)
         return kept
 
@@ -463,7 +465,7 @@ class AlignDevicesHook(ModelHook):
         for slot in self._slots:
             assert self.weights_map is not None
             value = self.weights_map[slot.name]
-            # A weight that was never copied to a device stays where it is, in memory or mapped.
+            # A weight that was never copied to a device stays where it is: in memory, or mapped from a file.
             slot.load(value, None if slot.original == _META else slot.original)
             made = slot.holder[slot.leaf]
             if isinstance(made, nn.Parameter) and value.numel():  # tied weights become one parameter again
@@ -486,7 +488,7 @@ def _placed(tensor: Tensor, device: torch.device, shared: MutableMapping[Any, An
     """Bring a weight of a module to a device; tied names that compute on one device share one object."""
     if tensor.device == device or device == _META or tensor.is_meta:
         return tensor if device != _META or tensor.is_meta else tensor_like(tensor, tensor.data.to(device))
-    # the entry keeps the tensor alive, so that no other tensor gets its id
+    # The entry keeps the tensor alive, so that no other tensor gets the same id.
     there = shared.setdefault(id(tensor), {"of": tensor})
     if device not in there:
         there[device] = tensor_like(tensor, tensor.data.to(device))
@@ -507,7 +509,8 @@ def tensor_like(old: Tensor, value: Tensor) -> Tensor:
     else:
         new = Tensor._make_subclass(kind, value, old.requires_grad)
     new.__dict__.update(old.__dict__)
-    new.__dict__.pop("offloaded_source", None)  # a placeholder has this attribute
+    # The old tensor may be a placeholder, and only a placeholder may have this attribute.
+    new.__dict__.pop("offloaded_source", None)
     return new
 
 
@@ -710,7 +713,7 @@ def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
     return type(module).__name__ in classes or isinstance(module, _READ_WITHIN)
 
 
-# ---- one model after the other on a device
+# ---- models that take turns on a device
 
 
 class CpuOffload(ModelHook):

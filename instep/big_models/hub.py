@@ -60,7 +60,8 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
             return None
         except errors.EntryNotFoundError:
             return None
-        options["revision"] = path.parent.name  # the commit, so that all files belong to the same one
+        # The revision is set to the commit, so that all files belong to the same commit.
+        options["revision"] = path.parent.name
         found.append(path)
         return path
 

@@ -41,7 +41,7 @@ from instep.utils.paths import to_path
 from instep.utils.warn import warn_user
 
 DISK = "disk"
-_AT_ONCE = 64 * 2**20  # bytes that are read ahead while earlier bytes are used
+_AT_ONCE = 64 * 2**20  # number of bytes that are read ahead while earlier bytes are used
 _SHOWN = 8  # maximum number of names in an error text
 _FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")  # a name with such an ending is not a hub repository
 
@@ -139,7 +139,7 @@ def load_checkpoint_in_model(
     offloaded = _offload(model, source, weights, offload_folder)
     with torch.no_grad():
         made = [(weight, _value(weight, mapped)) for weight, mapped in _ahead(weights, in_place=False)]
-        for weight, value in made:  # from this line on the model changes
+        for weight, value in made:  # the model is changed only from here on
             put_tensor(model, weight.names, weight.old, value)
         for weight, mapped in _ahead(weights, in_place=True):
             assert mapped is not None
@@ -253,7 +253,7 @@ def load_checkpoint_and_dispatch(
     )
 
 
-# ---- the checkpoint
+# ---- opening the checkpoint
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def open_checkpoint(checkpoint: Location) -> Source:
     main = _main_file(path) if path.is_dir() else path
     try:
         weights = stored_weights(main)
-    except CheckpointNotFoundError as error:  # a folder's own error would speak only of checkpoints of runs
+    except CheckpointNotFoundError as error:  # the error of a folder would speak only of checkpoints of runs
         raise CheckpointNotFoundError(
             f"{error}; and no {SAFE} or {SAFE_INDEX}, {PICKLED} or {PICKLED_INDEX}. Give the path of the weights.",
             path=path,
@@ -378,7 +378,7 @@ def _of_index(path: Path) -> list[Path]:
     return parts_of(path) if path.name.endswith(".index.json") else []
 
 
-# ---- which weight goes to which device
+# ---- matching the weights and choosing their devices
 
 
 @dataclass(eq=False)

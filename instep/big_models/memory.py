@@ -14,8 +14,8 @@ from instep.utils.checks import is_int, parse_size, wrong
 from instep.utils.imports import require
 from instep.utils.warn import warn_user
 
-Memory = Mapping[Any, int | str]  # bytes by device; `Any`, since the key type of a mapping is invariant
-_NUMBERED = ("cuda", "xpu", "hpu", "npu")  # kinds of devices that a map calls 0, 1, ...
+Memory = Mapping[Any, int | str]  # bytes by device; the keys are `Any`, since the key type of a mapping is invariant
+_NUMBERED = ("cuda", "xpu", "hpu", "npu")  # kinds of accelerators, whose devices a device map calls 0, 1, ...
 _NAMED = ("mps", "cpu", "disk")
 _CGROUPS = Path("/sys/fs/cgroup")
 # By cgroup version: subfolder of the mount, files of limits, file of the use, and entries of memory.stat that can be
@@ -96,7 +96,7 @@ def available_memory() -> int:
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
-    except OSError:  # this system is not Linux
+    except OSError:  # only Linux has this file
         psutil: Any = require("psutil", extra="monitor", purpose="the free memory of this machine")
         return psutil.virtual_memory().available
     return max(0, min([available, *_left_in_cgroups()]))
@@ -113,7 +113,8 @@ def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"
             continue
         below, limits, use, cache = _CGROUP_FILES[controllers]
         group = root / below / path.strip("/")
-        # In a container the path may be the host's but the mount the container's, so some folders may not exist.
+        # In a container, the path may be the host's path while the mount is the container's, so some folders may not
+        # exist.
         for folder in (group, *group.parents):
             try:
                 used = int((folder / use).read_text())

@@ -31,7 +31,8 @@ from instep.utils.untrusted_files import open_regular, parse_object
 
 FILE = "offloaded_weights.safetensors"
 _NOTE = "instep.offload"
-_SAMPLES, _SAMPLE_BYTES = 32, 4096  # samples of each file distinguish two checkpoints of equal sizes
+# Number and bytes of the samples from each file that distinguish two checkpoints of equal sizes.
+_SAMPLES, _SAMPLE_BYTES = 32, 4096
 Stored: TypeAlias = "Tensor | StoredTensor"
 
 
@@ -138,7 +139,8 @@ def offload_weights(
             return {name: there[name] for name in weights}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, sync=False) as part:  # by a rename, so that a process that maps the old file keeps it
+        # The new file gets its name by a rename, so that a process that maps the old file keeps it.
+        with replacing(path, sync=False) as part:
             write_plain(weights, part, metadata={_NOTE: json.dumps(note)})
     except OSError as error:
         raise CheckpointError(

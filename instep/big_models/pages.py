@@ -17,7 +17,7 @@ from torch import Tensor
 
 _PAGE = mmap.PAGESIZE
 _AT_ONCE = 64 * 2**20  # bytes; cold files on a virtual disk give 2.4 GB/s, but only 1.2 GB/s in pieces of 8 MiB
-_LARGE = 4 * 2**20  # bytes of a tensor that is worth its own request
+_LARGE = 4 * 2**20  # number of bytes from which a tensor gets a request of its own
 _WILLNEED, _HUGE, _POPULATE = 3, 14, 22  # codes of madvise's advice on Linux; the first is the same on macOS
 
 
@@ -56,7 +56,8 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
             number + (number > 0) : number + 2
         ]:  # request the next piece before waiting for this one
             _libc().madvise(later, length, _WILLNEED)
-        if _libc().madvise(at, size, _POPULATE) != 0:  # a kernel before Linux 5.14, or another system
+        # Older Linux kernels (before 5.14) and other systems do not have this request.
+        if _libc().madvise(at, size, _POPULATE) != 0:
             sum(memoryview((ctypes.c_char * size).from_address(at)).cast("B")[::_PAGE])
 
 

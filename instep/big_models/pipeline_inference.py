@@ -89,7 +89,7 @@ def prepare_pippy(
         (arXiv:1811.06965).
     """
     stages = PartialState().num_processes
-    if stages > 1:  # an older torch fails to trace, or in its schedule of one micro-batch
+    if stages > 1:  # an older torch fails when it traces, or when it runs a single micro-batch
         check_torch(2, 11, purpose="prepare_pippy with several processes")
     if num_chunks is not None and num_chunks < 1:
         raise SettingError(f"num_chunks={num_chunks} must be at least 1", field="num_chunks", got=num_chunks)
@@ -403,11 +403,12 @@ class _Cut:
         graph = traced.graph
         for node in list(graph.nodes):
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                graph.erase_node(node)  # it would compare the device of a tensor with the device of the trace
+                # This check would compare a tensor's device with the device that was used for tracing.
+                graph.erase_node(node)
             elif node.op == "call_function":
                 node.args, node.kwargs = (map_aggregate(given, self._moved) for given in (node.args, node.kwargs))
                 if node.target is getitem:
-                    # stages cannot send tuples, so take the element directly after the node that returns the tuple
+                    # Stages cannot send tuples, so the element is taken directly after the node that returns the tuple.
                     node.args[0].append(node)
         order = [node for node in graph.nodes if node.op == "call_function"]
         if self.points is None:
@@ -473,7 +474,7 @@ class _Cut:
                 if weight.op == "get_attr" and (len(sizes), weight.target) not in counted:
                     counted.add((len(sizes), weight.target))
                     sizes[-1] += attrgetter(str(weight.target))(traced).nbytes
-        if not sizes[0]:  # code before the first module belongs to that module
+        if not sizes[0]:  # code before the first module counts for that module
             del begun[0], sizes[0]
         if len(begun) < self.stages:
             raise SettingError(
@@ -507,7 +508,7 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
     """Make a transformers model return no cache of keys and values, which is not a tensor and would not be used."""
     configs: list[Any] = [
         getattr(module, "config", None) for module in model.modules()
-    ]  # an encoder and a decoder have one config each
+    ]  # an encoder and a decoder each have their own config
     before = [(one, one.use_cache) for one in configs if hasattr(one, "use_cache")]
     try:
         for one, _ in before:

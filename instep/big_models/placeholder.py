@@ -139,7 +139,7 @@ def _unread(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-_forwards = threading.local()  # running forwards of models with placeholders, counted for each thread
+_forwards = threading.local()  # number of running forwards of models with placeholders, for each thread
 
 
 def count_forwards(more: int) -> None:

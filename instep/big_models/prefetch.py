@@ -73,10 +73,10 @@ class Prefetcher:
         except BaseException:
             with self._lock:
                 if self._held.get(block) is read:
-                    del self._held[block]  # deleted, so that the next forward reads the block again
+                    del self._held[block]  # the block is forgotten, so that the next forward reads it again
             raise
         with self._lock:
-            if self._held.get(block) is read:  # False if a forward in another thread is already further
+            if self._held.get(block) is read:  # this is False if a forward in another thread is already further
                 self._work.weights.staged.update(read.tensors)
 
     def _advance(self, block: int) -> list[_Read]:
@@ -112,12 +112,12 @@ class _Read:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.tensors: dict[str, Tensor] = {}
-        self.copied: Any = None  # the event of a copy on a CUDA stream
+        self.copied: Any = None  # event that a CUDA stream records after the copy
 
     def wait(self, work: _Work) -> None:
         if not self.done.is_set():
             if work.mapped[self.block]:
-                return  # touching a page that is not in memory also reads it
+                return  # no wait, since using a page that is not in memory also reads it
             self.done.wait()
         if self.error is not None:
             raise self.error
@@ -144,7 +144,7 @@ class _Work:
         try:
             self._read(read)
         except BaseException as error:  # noqa: BLE001  whatever it is
-            read.error = error  # raised when the block is used
+            read.error = error  # `_Read.wait` raises this error when the block is used
         finally:
             read.done.set()
 
@@ -226,7 +226,8 @@ def prefetch_blocks(
 
 def _blocks_in(name: str, module: nn.Module | None) -> Iterable[tuple[str, list[str]]]:
     """List the blocks of a module with the names of their weights: its layers, if it holds a list of layers."""
-    if module is None:  # for a weight outside of any block, its module is the block
+    # The name is that of a weight outside of any block; the module of the weight is taken as the block.
+    if module is None:
         yield name.rpartition(".")[0], [name]
         return
     prefix = f"{name}." * bool(name)

@@ -287,7 +287,7 @@ def _config_of(config: Any) -> BnbQuantizationConfig | TorchAoConfig:
     return TorchAoConfig(config)
 
 
-# ---- which layers
+# ---- choosing the layers
 
 
 def chosen_layers(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
@@ -309,7 +309,7 @@ def chosen_layers(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
             "as weights_location.",
             field="model",
         )
-    # torch's own attention uses such a layer's weight without calling the layer.
+    # Layers of torch's own attention are left out, since attention uses their weights without calling them.
     linear = {name: layer for name, layer in linear.items() if not isinstance(layer, NonDynamicallyQuantizableLinear)}
     chosen = {name: layer for name, layer in linear.items() if not _is_in(name, skipped)}
     if not chosen:
@@ -337,7 +337,7 @@ def _is_in(name: str, modules: Iterable[str]) -> bool:
     return any(f".{module}." in f".{name}." for module in modules)
 
 
-# ---- weights
+# ---- reading weights
 
 
 class _Weights:
@@ -366,7 +366,8 @@ class _Weights:
         for name, value in self._own.items():
             alike.setdefault(id(value), []).append(name)
         quantized = {f"{name}.weight" for name in chosen if is_stored_quantized(self.stored, name)}
-        self._from: dict[str, str | None] = {  # a checkpoint may store tied weights under one name only
+        # The stored name of each weight; a checkpoint may store tied weights under one name only.
+        self._from: dict[str, str | None] = {
             name: next((other for other in (name, *alike[id(value)]) if other in self.stored), None)
             for name, value in self._own.items()
             if name not in quantized
@@ -382,7 +383,7 @@ class _Weights:
                 field="weights_location",
             )
         missing = [name for name, there in self._from.items() if there is None]
-        missing += [name for name in meta if name not in self._own]  # buffers that no checkpoint stores
+        missing += [name for name in meta if name not in self._own]  # buffers that are in no checkpoint
         shapes = [
             f"{name} is {tuple(self.stored[there].shape)} there and {tuple(self._own[name].shape)} in the model"
             for name, there in self._from.items()
@@ -486,7 +487,7 @@ def _load_saved(name: str, made: nn.Linear, weights: _Weights) -> None:
         ) from error
 
 
-# ---- devices of weights
+# ---- choosing the devices of weights
 
 
 def _device_map(

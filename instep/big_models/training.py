@@ -110,7 +110,8 @@ def _compute_again(model: nn.Module, blocks: Collection[str] | str | None, copie
         if any(name.startswith(f"{outer}.") or not outer for outer in inside):
             continue
         if blocks is None and getattr(part, "supports_gradient_checkpointing", False):
-            # transformers' own method keeps the second forward from filling the cache of keys again.
+            # The method of transformers is used, since it also keeps the second forward from filling the cache of keys
+            # again.
             part.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             inside.add(name)
     if inside:

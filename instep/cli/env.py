@@ -30,7 +30,7 @@ _PACKAGES = (
     "torch", "numpy", "safetensors", "rich", "tensorboard", "wandb", "deepspeed", "torchdata", "torchao", "torch_xla",
     "transformers", "ray", "mlflow", "lightning", "accelerate",
 )  # fmt: skip
-# Variables, besides instep's own, that affect a launch and its collectives.
+# Environment variables that affect a launch and its collectives, including instep's own variables.
 _VARIABLES = re.compile(
     r"INSTEP_|NCCL_|GLOO_|TORCH_|TORCHELASTIC_|OMP_|MKL_NUM|CUDA_|SLURM_(JOB|STEP|PROC|N|LOCAL)|OMPI_COMM_WORLD_|PMI_"
     r"|PJRT_|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|MASTER_PORT)$"

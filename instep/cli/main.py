@@ -99,7 +99,8 @@ _ALL_EXIT_CODES = (
     "  130  interrupted by Ctrl-C",
 )
 EXIT_USAGE = 2
-_WIDE = 50  # characters; after a longer list of a group's commands, the group's text follows without alignment
+# Maximum length of a group's name and commands in characters; after a longer one the columns are not aligned.
+_WIDE = 50
 EXIT_INTERRUPTED = 130
 
 
@@ -113,12 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 all is well; 1 problems were found or the command failed; 2 wrong arguments; or a job's exit
             code.
     """
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+    if "_ARGCOMPLETE" in os.environ:  # true if a shell asks for completions
         _complete()
         return 0
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are not text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may contain bytes that are not text
     for word in words:
         if (why := _unusable(word)) is not None:
             output.warn(f"the word {word[:80]!r} holds {why}, which no path or value may")
@@ -129,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _overview(words)
     try:
         code = _run(command, rest)
-        sys.stdout.flush()  # flush here, where a closed pipe is handled
-    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+        sys.stdout.flush()  # output is flushed here, since the errors of a closed pipe are handled here
+    except BrokenPipeError:  # the program that reads the output, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (InstepError, OSError) as error:
@@ -139,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception:
-        if argv is None:  # Python will print this error, whose text is not trusted
+        if argv is None:  # Python will print this error, and its text may have control characters
             sys.excepthook = lambda *error: sys.stderr.write(clean("".join(format_exception(*error))))
         raise
     return code
@@ -200,7 +201,8 @@ def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
     # The option is hidden, since a reader of the help has already found it.
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     module.arguments(parser)
-    if parser.usage is None and parser.format_usage().count("\n") > 2:  # it only repeats the options listed below it
+    # A usage of three lines or more only repeats the list of options below it.
+    if parser.usage is None and parser.format_usage().count("\n") > 2:
         short = parser._get_formatter()
         short.add_usage(None, parser._get_positional_actions(), (), prefix="")
         parser.usage = short.format_help().strip().replace(parser.prog, f"{parser.prog} [OPTIONS]", 1)
@@ -233,7 +235,7 @@ def _complete() -> None:
     parser = argparse.ArgumentParser("instep")
     if command:
         module = load(command)
-        # a word such as --trainer.max_epochs, which only the command's own parser knows
+        # the word being completed, such as --trainer.max_epochs, may be known only to the command's own parser
         if hasattr(module, "main") and "." in word:
             module.main([*words[len(command) :], word])
         parser = make_parser(command, module)

@@ -67,7 +67,7 @@ def add_settings(
             _add(parser, f"no_{name}", argparse.SUPPRESS, const={name: False}, nargs=0)
         else:
             action = _add(parser, name, shown, metavar=_METAVARS.get(name, "N"))
-            if choices(name):  # values that the shell can complete
+            if choices(name):  # true if the shell can complete the values of this setting
                 action.completer = lambda *_, name=name, **__: choices(name)  # pyright: ignore[reportAttributeAccessIssue]
         for other in (other for other, mine in OTHER_NAMES.items() if mine == name):
             kind = {"const": {name: True}, "nargs": 0} if name in SWITCHES else {}

@@ -16,7 +16,7 @@ from instep.errors import UsageError
 from instep.utils.untrusted_files import clean
 
 _LONG_BITS = 256  # bits of the largest number that is written in full
-_FEW = 8  # most elements of a tensor that are printed
+_FEW = 8  # maximum number of elements of a tensor that is printed
 
 
 def say(text: str = "", kept: str = "\n\t") -> None:
@@ -140,7 +140,8 @@ def plain(value: Any) -> Any:
     """Convert a value to JSON: a value that JSON lacks becomes text, a large tensor its dtype and shape."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, int) and value.bit_length() > _LONG_BITS:  # Python writes at most 4,300 digits
+    # Python refuses to convert an integer of more than 4,300 digits to text.
+    if isinstance(value, int) and value.bit_length() > _LONG_BITS:
         return hex(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -148,7 +149,7 @@ def plain(value: Any) -> Any:
         return {key if isinstance(key, str) else str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(inner) for inner in value]
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # a tensor or an array
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # true for a tensor or a numpy array
         size = math.prod(value.shape)
         if size <= _FEW:
             return plain(value.tolist())

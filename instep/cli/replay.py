@@ -36,7 +36,7 @@ from instep.errors import CheckpointError, CorruptCheckpointError, UsageError
 from instep.utils.private_files import is_own
 from instep.utils.redact import HIDDEN
 
-_FEW_SAMPLES = 8  # samples that the table names; --json has all
+_FEW_SAMPLES = 8  # maximum number of samples that the table names; --json has all samples
 # Options of Python that load no code. With other values, -W may import a class and -X may load code.
 _FLAGS = re.compile(r"-(?:[bBdEIOPqsSuv]+)")
 _VALUES = re.compile(
@@ -114,7 +114,7 @@ def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) ->
     how, own = _recorded(recorded, path)
     command, folder = given or how["arguments"], how.get("folder") or os.getcwd()
     if given and not own:
-        folder = os.getcwd()  # Python searches this folder for modules
+        folder = os.getcwd()  # Python searches the current folder for modules of the user's command
     if not Path(folder).is_dir():
         output.warn(f"{folder}, where the program ran, is gone: it is run in this folder")
         folder = os.getcwd()

@@ -29,7 +29,7 @@ from instep.errors import RemoteError
 from instep.state import PartialState, read_environment
 from instep.trainer import Trainer, TrainModule
 
-_LARGE_BYTES = {"cpu": 4 << 20}  # bytes per rank in the checks of bandwidth
+_LARGE_BYTES = {"cpu": 4 << 20}  # number of bytes per rank in the checks of bandwidth
 _LARGE_ELSEWHERE_BYTES = 64 << 20
 _REPEATS = 5
 _TOLERANCE = {"32-true": 1e-5, "64-true": 1e-5}  # relative tolerance of an epoch's mean loss
@@ -243,7 +243,7 @@ def _collectives(state: PartialState, device: torch.device) -> Iterator[Result]:
         return ""
 
     kind = f" ({device.type})"
-    share = (world - 1) / world  # share of the data that goes over each rank's connection in the best algorithm
+    share = (world - 1) / world  # share of the data that each rank sends over its connection in the best algorithm
     yield _checked(state, f"all_reduce{kind}", all_reduce, 2 * share * size, 1 + _REPEATS)
     yield _checked(state, f"gather{kind}", gather, (world - 1) * size, 1 + _REPEATS)
     yield _checked(state, f"broadcast{kind}", broadcast, size, 1 + _REPEATS)

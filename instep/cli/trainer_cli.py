@@ -120,7 +120,7 @@ class SaveConfigCallback(Callback):
                 f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in files of their own."
             )
         files, path, number = LocalFiles(), folder / self.config_filename, 0
-        folder.mkdir(parents=True, exist_ok=True)  # the folder is default_root_dir if there is no run folder
+        folder.mkdir(parents=True, exist_ok=True)  # this folder is default_root_dir if there is no run folder
         if self.overwrite and path.exists():
             files.replace(path, data)
             return
@@ -214,7 +214,7 @@ class TrainerCLI:
         self.load_from_checkpoint_support = load_from_checkpoint_support
 
         if is_worker():
-            report_failures()  # set up now, since the user's constructors may fail too, before there is a Trainer
+            report_failures()  # set up before the user's constructors run, since these may fail too
         words: Any = sys.argv[1:] if args is None else args
         self.setup_parser(run, dict(parser_kwargs or {}), words)
         import_named(words, str(self.parser.env_prefix))
@@ -261,7 +261,7 @@ class TrainerCLI:
                     "--lr_scheduler_options.monitor, such as --lr_scheduler_options.monitor val_loss."
                 )
             return {"optimizer": optimizer, "lr_scheduler": config}
-        # Lightning's form, which users unpack when they call this method.
+        # This is Lightning's form of the result, which users unpack when they call this method.
         plain = config == LRSchedulerOptions(interval="epoch").of(lr_scheduler)
         return [optimizer], [lr_scheduler if plain else config]
 
@@ -276,7 +276,7 @@ class TrainerCLI:
             "predict": evaluation,
         }
 
-    # ---- the parser
+    # ---- making the parser
 
     def init_parser(self, **kwargs: Any) -> TrainerArgumentParser:
         """Make a parser with the option `--config`."""
@@ -340,7 +340,7 @@ class TrainerCLI:
 
     def parse_arguments(self, parser: TrainerArgumentParser, args: Any) -> None:
         """Parse the arguments into `self.config`."""
-        if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, and gets them before anything is parsed
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, which are printed before anything is parsed
             complete_subcommand(self._parsers)
         try:
             if isinstance(args, Mapping | Namespace):
@@ -471,7 +471,8 @@ class TrainerCLI:
                 place = values
                 for part in parts:
                     place = place.get(part) if isinstance(place, dict) else None
-                # `place` is a dict if this is an argument of an object that is itself an argument of the module.
+                # `place` is a dict if the link's target is an argument of an object that is itself an argument of the
+                # module.
                 if isinstance(place, dict):
                     place[last] = value
         path = plain.get("class_path", f"{class_type.__module__}.{class_type.__qualname__}")
@@ -576,6 +577,6 @@ def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
     try:
         folder = find_checkpoint(ckpt_path)
         state = CheckpointStore(folder.parent).read(folder, verify=False).state("trainer")
-    except (CheckpointError, KeyError):  # fit or test will report what is wrong with the checkpoint
+    except (CheckpointError, KeyError):  # `fit` or `test` will report what is wrong with the checkpoint
         return {}
     return state.get("hyper_parameters", {})

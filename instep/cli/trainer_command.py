@@ -108,7 +108,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
             parser.print_help(sys.stderr)
             return EXIT_USAGE
         parser.parse_args(["--help"])
-    if os.getcwd() not in sys.path:  # as with `python -m`, since the user's modules are in the current folder
+    if os.getcwd() not in sys.path:  # the user's modules are in the current folder, which `python -m` also searches
         sys.path.insert(0, os.getcwd())
     words = dotted(words)
     from instep.cli.trainer_cli import TrainerCLI  # imported late, since it loads torch and jsonargparse

@@ -41,7 +41,7 @@ AUTOMATIC = "AUTOMATIC"
 ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, profilers, strategies)
 _FILES = (".yaml", ".yml", ".json")
 _LONG = 200
-# Lines of jsonargparse's errors that do not help.
+# Matches lines in jsonargparse's errors that do not help a user.
 _NOISE = re.compile(
     r"Does not validate against|Subtypes: |Errors:$|Given value|Expected an? (<class 'NoneType'>|path but)"
     r"|Not a valid subclass|Subclass types|- a (class path|dict)|class_path 'instep\.Callback'"
@@ -258,7 +258,7 @@ class TrainerArgumentParser(ArgumentParser):
         """Dump as jsonargparse does, without the settings that `leave_out` has named."""
         if not self._texts and not self._left_out:
             return super().dump(namespace, *args, **kwargs)
-        import yaml  # imported late, since only where a checkpoint gives texts
+        import yaml  # imported late, since only dumps with texts of a checkpoint need it
 
         known = namespace.clone()
         for key in self._left_out:
@@ -271,7 +271,7 @@ class TrainerArgumentParser(ArgumentParser):
                 return match[0]
             return json.dumps(text) if in_json else yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n")
 
-        # Replace all in one pass, so that inserted text is not searched for stand-ins.
+        # All stand-ins are replaced in one pass, so that inserted texts are not searched for stand-ins.
         return re.sub(r'"(\w+)"|(\w+)', put_in, super().dump(known, *args, **kwargs))
 
     def parse_env(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +322,8 @@ class TrainerArgumentParser(ArgumentParser):
 
 
 def _plain_class_path(cls: type, given: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(with_class_path(cls, given)))  # removes tuples, which YAML lacks
+    # The round trip replaces tuples, which YAML does not have, by lists.
+    return json.loads(json.dumps(with_class_path(cls, given)))
 
 
 def explain(message: str, classes: Iterable[str] = (), known: Iterable[str] = ()) -> str:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         loader = training_loader(made)
     data_module = None if made is loader else make
     if args.write is not None:
-        check_write(args.write, data_module)  # checked before measuring, which takes a minute
+        check_write(args.write, data_module)  # checked before measuring, since measuring takes a minute
     if not args.json:
         output.say(f"{args.what}: batches a second, measured for {args.seconds:g} s each")
     best, found = tune_loader(loader, args.workers, args.prefetch, seconds=args.seconds, step_s=args.step_ms / 1000)
@@ -111,7 +111,7 @@ def write_setting(path: Path, setting: dict[str, Any], data_module: Any) -> None
     Raises:
         SettingError: the file exists already.
     """
-    import yaml  # imported late, since only code that writes needs it
+    import yaml  # imported late, since only `--write` needs it
 
     from instep.utils.atomic import create_exclusive
 

@@ -161,7 +161,7 @@ class _Order(Sequence[int]):
     def __getitem__(self, index: Any) -> Any:
         return self._items[index]
 
-    def __repr__(self) -> str:  # ranks compare their orders by this text
+    def __repr__(self) -> str:  # returns the whole order, since ranks compare their orders by this text
         return repr(self._items)
 
 
@@ -316,7 +316,8 @@ class Accelerator(_Accelerator):
             warn_user(
                 "rng_types beyond 'generator' and custom_classes have no effect: each rank draws numbers of its own"
             )
-        if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):  # scripts of peft pass it in this way
+        # Scripts of peft pass a ProjectConfiguration in this argument.
+        if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):
             kwargs["project_config"] = kwargs.pop("project_dir")
         vars(asked).update(split_batches=kwargs.pop("split_batches", asked.split_batches))
         _Shared.forgotten = False

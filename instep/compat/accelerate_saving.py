@@ -53,7 +53,7 @@ class Attendance:
             records.write(self._place, f"{self._place} {self._saves}")
         while time.monotonic() < deadline:
             found = {rank: tuple(map(int, text.split())) for rank, text in records.read(self._place, True).items()}
-            first = found.pop(0, (0, 0))  # answer of rank 0, and the number of the save that it answers
+            first = found.pop(0, (0, 0))  # the answer of rank 0, and the number of the save to which the answer belongs
             if self._rank and first[1] >= self._saves:
                 return bool(first[0])
             here = (self._place, self._saves)

@@ -75,10 +75,10 @@ def _taking(function: Callable[..., Any], key: str, warn: Warn) -> Callable[...,
 def _rename(key: str, name: str, given: dict[str, Any], warn: Warn) -> None:
     new = porting.RENAMED.get(key, {}).get(name)
     if new is None and name not in porting.DROPPED.get(key, {}):
-        return  # the function itself refuses the argument, and says what to write
+        return  # the function itself refuses the argument, and its error says what to write
     value = given.pop(name)
     warn(f"{key}({name})", f"{key}({name}=): {porting.instead_of(key, name)}")
-    if new is None or ((key, name) in porting.ADDED and not value):  # gpus=0 meant that there is no GPU
+    if new is None or ((key, name) in porting.ADDED and not value):  # gpus=0 means that no GPU is used
         return
     added, _, kind = porting.ADDED.get((key, name), "").partition("=")
     if added:

@@ -72,7 +72,7 @@ class Door(NameFinder):
         super().__init__({home: next(iter(roots.values()))}, self.find_name, has, self._no_module)
         self.home, self.package, self.version, self._taken, self._parts = home, package, version, dict(roots), parts
         self._found: dict[str, Any] = {}
-        sys.meta_path.append(self)  # modules below `home` are not files, so only this finder finds them
+        sys.meta_path.append(self)  # modules below `home` have no files, so only this finder can find them
 
     @property
     def installed(self) -> bool:
@@ -118,7 +118,7 @@ class Door(NameFinder):
             made = self._make(whole)
             if made is None:
                 made = _Missing(name, (), {"advice": f"{whole}: {self._advice(whole)}."})
-                # Only importlib's function for `from ... import` has this name.
+                # `_handle_fromlist` is the function of importlib that runs `from ... import`.
                 is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
                 if not is_import:
                     raise AttributeError(made.advice)
@@ -164,7 +164,8 @@ def defined(name: str) -> Any:
     if name in tables.DEFINED:
         imports, value = tables.DEFINED[name]
         made: dict[str, Any] = {}
-        exec(f"{imports}\nvalue = {value}", made)  # the text is instep's own; `migrate` writes it into scripts
+        # The executed text comes from instep's own table, from which `instep migrate` also writes it into scripts.
+        exec(f"{imports}\nvalue = {value}", made)
         found = made["value"]
         return (lambda *args, **kwargs: found()) if name.endswith("_available") else found
     if name.startswith("is_") and name.endswith(("_available", "_version")):

@@ -86,7 +86,8 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     except (AttributeError, TypeError, pickle.PicklingError, pickle.UnpicklingError) as error:
         odd = [f"{where} ({type(leaf).__name__})" for where, leaf in iter_leaves(state) if type(leaf) not in _PLAIN]
         such = f", not objects such as {', '.join(odd[:3])}" if odd else ""
-        why = str(error).splitlines()[0].partition(" This file can still")[0]  # torch then explains unsafe loading
+        # Torch's text after these words explains unsafe loading.
+        why = str(error).splitlines()[0].partition(" This file can still")[0]
         raise UnsavableStateError(
             f"this state cannot be saved as {path}: {clean(why).rstrip(' .')}. Give tensors, plain values, and objects "
             f"with state_dict and load_state_dict{such}; the file that was there is intact.",

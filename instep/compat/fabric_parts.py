@@ -117,7 +117,7 @@ class Fabric:
         if not self._launched:
             raise RuntimeError("To use Fabric with more than one device, you must call `.launch()` first.")
 
-    # ---- the process
+    # ---- this process and its device
 
     strategy = property(lambda self: self._strategy, doc="The strategy.")
     device = property(lambda self: self._strategy.device, doc="Device of this process.")
@@ -168,7 +168,7 @@ class Fabric:
         self.launch()
         return run(*args, **kwargs)
 
-    # ---- setting up
+    # ---- setting up modules, optimizers and loaders
 
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
@@ -205,7 +205,7 @@ class Fabric:
             strategy.rebind_optimizer(optimizer)
         forward = strategy.wrap(module, optimizers) if strategy.wraps_with_optimizer else strategy.wrap(module)
         if strategy.wraps_with_optimizer:
-            self._strategy = strategy  # this strategy itself steps, scales and clips
+            self._strategy = strategy  # this copy of the strategy steps, scales and clips from now on
         if given is not module:
             known: Any = given
             forward = compiled_as(given, module) if forward is module else type(known)(forward, known.dynamo_ctx)
@@ -265,7 +265,7 @@ class Fabric:
             batches.sampler = mine
         return other
 
-    # ---- the step
+    # ---- the training step
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         """Run the backward pass; the loss is scaled if the precision needs it."""
@@ -319,7 +319,7 @@ class Fabric:
             )
         return module._strategy.no_sync() if enabled else nullcontext()
 
-    # ---- all ranks
+    # ---- methods that all ranks call
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first process of each machine."""
@@ -383,7 +383,7 @@ class Fabric:
         with torch.device(self.device), nullcontext() if precision.dtype is None else precision.forward_context():
             yield
 
-    # ---- saving
+    # ---- saving and loading
 
     def save(
         self, path: Any, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None

@@ -88,7 +88,7 @@ class _FabricModule(nn.Module):
             own = vars(module).get("forward")
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                restore()  # the method may call the module's real forward
+                restore()  # the original forward is put back, since the method may call it
                 return getattr(module, name)(*args, **kwargs)
 
             def restore() -> None:
@@ -127,7 +127,8 @@ class _FabricModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self).get("_modules", {})
-        if name in own or "_original_module" not in own:  # it is missing while the module is made or copied
+        # `_original_module` is missing while the module is made or copied.
+        if name in own or "_original_module" not in own:
             return super().__getattr__(name)
         found = getattr(self._original_module, name)
         if self._forward_module is self._original_module:
@@ -240,7 +241,7 @@ class _FabricDataLoader:
         self._resumed = state["now"] if PartialState().is_main_process else torch.get_rng_state()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataloader":  # while the loader is being copied, the attribute is not set yet
+        if name == "_dataloader":  # `_dataloader` is not set yet while the loader is being copied
             raise AttributeError(name)
         return getattr(self._dataloader, name)
 

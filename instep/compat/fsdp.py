@@ -40,7 +40,8 @@ class FullyShardedDataParallelPlugin(FSDPStrategy):
         self.fsdp_version, self.state_dict_type = fsdp_version, state_dict_type
         names = transformer_cls_names_to_wrap
         names = names.split(",") if isinstance(names, str) else names
-        if not isinstance(reshard_after_forward, int | None):  # Accelerate gives FSDP1's kind of sharding here
+        # Accelerate passes the kind of sharding of FSDP1 in this argument.
+        if not isinstance(reshard_after_forward, int | None):
             sharding_strategy, reshard_after_forward = reshard_after_forward, None
         kind = str(sharding_strategy).rpartition(".")[2].upper()
         kind = _OTHER_NAMES.get(kind, kind)
@@ -59,7 +60,8 @@ class FullyShardedDataParallelPlugin(FSDPStrategy):
             warn_user(f"FSDP({', '.join(left)}) has no effect: instep shards by torch's FSDP2")
         if kind in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
             reshard_after_forward = False
-        policy = None if isinstance(auto_wrap_policy, str) else auto_wrap_policy  # a text only names an option
+        # A policy that is a text only names the option that is used.
+        policy = None if isinstance(auto_wrap_policy, str) else auto_wrap_policy
         super().__init__(
             names or policy or min_num_params or None,
             cpu_offload=bool(getattr(cpu_offload, "offload_params", cpu_offload)),

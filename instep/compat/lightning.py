@@ -76,7 +76,7 @@ sys.meta_path.append(  # this finder is the last one that Python asks, and finds
         {__name__: "lightning"},
         _find,
         lambda module: module.rpartition(".")[2] in tables.LIGHTNING_MODULES,
-        # not a ModuleNotFoundError, since `from ... import` would drop its text
+        # This is not a ModuleNotFoundError, since `from ... import` would drop its text.
         lambda fullname: ImportError(_missing(fullname), name=fullname),
     )
 )

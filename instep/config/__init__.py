@@ -5,4 +5,4 @@ comes from the command line, the config file, the environment or the default; `s
 settings.
 """
 
-__all__: list[str] = []  # internal: may change in any release
+__all__: list[str] = []  # this package is internal, and may change in any release

@@ -92,9 +92,9 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         name = str(key.value)
         if check_names and name not in NAMES:
             unknown += 1
-            if unknown <= _FEW:  # finding a similar name takes a millisecond
+            if unknown <= _FEW:  # a hint for a few names only, since finding a similar name takes a millisecond
                 problems.append(f"{where}: {advice(name)}")
-        if values.get(key.value) is not None:  # `name:` without a value leaves the setting open
+        if values.get(key.value) is not None:  # a setting without a value (`name:`) counts as not given
             said[name] = values[key.value], where
     if unknown > _FEW:
         problems.append(f"{path}: and {unknown - _FEW:,} more names that are no settings")
@@ -139,7 +139,7 @@ def repeated_keys(root: Any, path: object) -> list[str]:
     said: list[str] = []
     nodes = [] if root is None else [("", root)]
     seen: set[int] = set()  # ids of visited nodes, since an alias refers to the same node again
-    for above, node in nodes:  # the list grows during the loop
+    for above, node in nodes:  # the list of nodes grows during the loop
         if id(node) in seen or len(said) >= _FEW:
             continue
         seen.add(id(node))
@@ -148,7 +148,8 @@ def repeated_keys(root: Any, path: object) -> list[str]:
         lines: dict[tuple[str, str], int] = {}
         for key, inner in node.value if node.id == "mapping" else ():
             name, line, known = f"{above}{key.value}", key.start_mark.line + 1, (key.tag, str(key.value))
-            if known in lines and key.tag != "tag:yaml.org,2002:merge":  # `<<:` may occur in a mapping more than once
+            # The merge key `<<:` may occur in a mapping more than once.
+            if known in lines and key.tag != "tag:yaml.org,2002:merge":
                 said.append(f"{path}:{line}: {name} stands there twice (also in line {lines[known]})")
             lines[known] = line
             nodes.append((f"{name}.", inner))

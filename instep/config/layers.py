@@ -100,7 +100,7 @@ def put(layer: Mapping[str, Any], where: Mapping[str, str], values: dict[str, An
     hidden = {"devices": "num_processes", "num_processes": "devices"}
     gone = [hidden[name] for name in layer if name in hidden]
     if "strategy" in layer and layer["strategy"] != values.get("strategy"):
-        gone.append("strategy_options")  # the lower source gave these options for another strategy
+        gone.append("strategy_options")  # options from lower sources are dropped, since they belong to another strategy
     for name in gone:
         values.pop(name, None)
         sources.pop(name, None)

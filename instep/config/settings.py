@@ -256,7 +256,7 @@ def _object(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return load(text, "the value")  # YAML needs fewer quotes than JSON
+        return load(text, "the value")  # the text may be YAML, which needs fewer quotes than JSON
 
 
 def schema() -> dict[str, Any]:

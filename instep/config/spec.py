@@ -111,7 +111,7 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
     _warn_of_unused(launch, num_nodes, c10d)
     nproc = count_ranks(launch, num_nodes)
     if settings.ray is not None and not c10d:
-        nproc, num_nodes = nproc * num_nodes, 1  # Ray chooses the machines and their meeting point
+        nproc, num_nodes = nproc * num_nodes, 1  # Ray chooses the machines, and where the ranks connect
     return LaunchSpec(
         nproc,
         tuple(("-m", *program) if module else program if python else program[1:]),
@@ -167,7 +167,7 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     # The grace period is always set, since the agent kills the ranks after this time.
     added[variable_of("grace_period_s")] = str(settings.grace_period_s)
     if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
-        added[variable_of("strategy_options")] = ""  # the options were given for another strategy
+        added[variable_of("strategy_options")] = ""  # options from the environment are for another strategy
     # A rank may start processes itself. They get the same config file or none, so that no other file is found.
     added[FILE_VARIABLE] = NO_FILE if launch.file is None else str(launch.file.resolve())
     if settings.cpu_threads is not None:

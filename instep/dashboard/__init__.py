@@ -10,4 +10,4 @@ Text in a run folder is not trusted. The page shows it as text only: never as HT
 the key of a chart's option. What a browser sends never becomes part of a path.
 """
 
-__all__: list[str] = []  # internal: may change in any release
+__all__: list[str] = []  # this package is internal, and may change in any release

@@ -12,9 +12,9 @@ from instep.runs import Curve
 from instep.utils.untrusted_files import clean
 
 COLOURS = ("#3b7ddd", "#e07b39", "#2e9e6b", "#c2477f", "#8a63d2", "#b08d1e", "#1fa3b5", "#d6455d")
-LABEL = {"color": "#8590a2", "fontSize": 11}  # readable on light and on dark
+LABEL = {"color": "#8590a2", "fontSize": 11}  # a text color that is readable on light and on dark
 LINE = {"lineStyle": {"color": "rgba(133, 144, 162, .18)"}}
-TOOLTIP = {"renderMode": "richText", "confine": True}  # rich text, never HTML
+TOOLTIP = {"renderMode": "richText", "confine": True}  # rich text is ECharts' own markup, never HTML
 _PLOT, _TOP, _EACH = 195, 34, 259  # pixels: height of a plot, space above the first plot, height of a plot with labels
 
 

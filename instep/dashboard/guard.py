@@ -14,7 +14,7 @@ Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 _HEADERS = {
-    # NiceGUI makes components with inline scripts and eval; the page may not load from or send to another server.
+    # NiceGUI's components need inline scripts and eval; the page may not load from or send to another server.
     "content-security-policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval'; img-src 'self' data:; "
     "font-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",

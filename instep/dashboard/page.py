@@ -21,7 +21,7 @@ from instep.runs.table import search
 from instep.utils.untrusted_files import clean
 
 PERIOD_S = 2.0
-_ROWS = 12  # rows of the list, so that the size of the page does not grow with the number of runs
+_ROWS = 12  # number of rows in the list, so that the size of the page does not grow with the number of runs
 _MOST_PICKED, _MOST_METRICS = 8, 6
 
 
@@ -163,7 +163,7 @@ class LivePage(Refreshing):
         self._panel = None
         return self._show_details()
 
-    # ---- refreshes by the timer
+    # ---- refreshing the page by a timer
 
     async def _refresh(self) -> None:
         self._runs = await in_thread(lambda: without_metrics(self._source.runs()))

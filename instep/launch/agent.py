@@ -51,7 +51,7 @@ from instep.utils.untrusted_files import clean
 _PASSED_ON = {  # signal to the agent -> signal that the agent sends to the ranks
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,  # the terminal was closed
+    signal.SIGHUP: signal.SIGTERM,  # SIGHUP means that the terminal was closed
     signal.SIGUSR1: signal.SIGUSR1,  # batch systems announce the end of an allocation by this signal
     signal.SIGUSR2: signal.SIGUSR2,
 }
@@ -170,7 +170,7 @@ class NodeAgent:
         assert self._channel is not None
         return self._channel
 
-    # --- the steps of torch's agent ----------------------------------------------------------------------------------
+    # ---- methods that torch's agent calls at its steps
 
     @contextmanager
     def starting(self, group: WorkerGroup) -> Iterator[None]:
@@ -221,7 +221,7 @@ class NodeAgent:
             _say(self._watch.report())
         if self._hung or self._received or any(codes.values()) or channel.alarm or channel.waiting or channel.cut_off:
             if EXIT_PREEMPTED in codes.values():
-                channel.refresh()  # the ranks may have been asked to end so that another node can join
+                channel.refresh()  # the ranks may have been asked to end because another node wants to join
             self._end_round()
             return self._verdict()
         if None in codes.values() or not channel.all_done():
@@ -250,7 +250,7 @@ class NodeAgent:
         if self._channel is not None:
             self._channel.close()
 
-    # --- ending ------------------------------------------------------------------------------------------------------
+    # ---- ending a round
 
     def _end_round(self, end_with: signal.Signals | None = None) -> None:
         """Wait until every rank has ended; kill ranks that still run at the deadline.
@@ -266,7 +266,7 @@ class NodeAgent:
         told = 0
         failed = growing = False
         if self._hung:
-            deadline = time.monotonic()  # the process that hosts the store has ended
+            deadline = time.monotonic()  # ranks that can run have reported and ended; the others are killed at once
         elif end_with is not None:
             ranks.send(end_with)
             deadline = time.monotonic() + _AFTER_FAILURE_S
@@ -377,7 +377,7 @@ class NodeAgent:
         silent = [] if alarm is None else [str(node) for node in range(alarm.nodes) if node not in told]
         return f"node {', '.join(silent)} has gone, or is cut off" if silent else ""
 
-    # --- reports ------------------------------------------------------------------------------------------------------
+    # ---- reports
 
     def _say_signal(self, signum: signal.Signals, patience_s: float, count: int) -> None:
         name = signum.name

@@ -39,7 +39,7 @@ def this_command() -> tuple[str, ...]:
     if file is None or not Path(file).exists():
         raise _cannot_run_again("it has no main file (an interactive session, or python -c)")
 
-    # Interpreter options such as -W, -X and -O, which multiprocessing too passes to spawned processes.
+    # These are options of the interpreter such as -W, -X and -O; multiprocessing passes the same ones to its processes.
     flags = tuple(subprocess._args_from_interpreter_flags())  # pyright: ignore[reportAttributeAccessIssue]
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":
@@ -77,7 +77,7 @@ def _has_module(name: str) -> bool:
     first, *inner = name.split(".")
     try:
         spec = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)
-    except ValueError:  # the module has no spec, as __main__ has none
+    except ValueError:  # the module has no spec, like `__main__`
         return True
     places: Iterable[str] | None = None
     for part in inner:

@@ -87,14 +87,15 @@ class Forked:
 
     def run(self) -> None:
         """Run in a rank: call the function, send its result, and end this process."""
-        import torch  # imported late, since the process that starts ranks has loaded it
+        # Imported late, so that this module loads quickly; a process that starts ranks has loaded torch before.
+        import torch
 
         parent = os.getppid()
-        # so that Ctrl-C in a terminal reaches only the agent, which passes it on, and the agent can kill the rank's
-        # group
+        # A session of its own: Ctrl-C in a terminal then reaches only the agent, which passes it on, and the agent can
+        # kill the rank with all its processes.
         os.setsid()
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # this process is killed when the agent ends
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # the system kills this process when the agent ends
             if os.getppid() != parent:
                 os._exit(1)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):

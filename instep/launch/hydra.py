@@ -53,7 +53,7 @@ def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
                 "sweep with instep launch --devices N ... --multirun."
             )
         told = [_override("hydra.sweep.dir", Path(config.runtime.cwd, config.sweep.dir))]
-    else:  # without the subfolder of descriptions, since this process has written it already
+    else:  # Hydra's subfolder of settings is left out, since this process has written it already
         told = [_override("hydra.run.dir", Path(config.runtime.output_dir)), "hydra.output_subdir=null"]
     return _insert(tuple(command), told), {NEW_FOLDER: "1"} if new_folder() is not None else {}
 

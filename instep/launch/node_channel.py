@@ -196,7 +196,7 @@ class NodeChannel:
         self._asked.put(run)
         try:
             return answer.result(_ANSWER_S)
-        except (NoAnswer, RuntimeError):  # `cut_off` reports it
+        except (NoAnswer, RuntimeError):  # the property `cut_off` reports the reason
             return None
 
     def _talk(self) -> None:

@@ -25,8 +25,8 @@ from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, NO_SECRET, Secret, 
 from instep.utils.env import as_variables
 from instep.utils.warn import warn_user
 
-# This code runs in the rank before the program, and replaces itself by the program in the same process (exec). The
-# kernel keeps the parent-death signal and the cores, which are set here. The parent is checked again, since the agent
+# Code that runs in the rank before the program, and then replaces itself by the program in the same process (exec). The
+# parent-death signal and the cores, which it sets, are kept by the kernel. It checks the parent again, since the agent
 # may have died before the signal was set.
 _BOOT = """
 import ctypes, os, sys
@@ -161,8 +161,8 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
         spec: the job.
         again: whether this agent may be a restart of the same job; never in a notebook.
     """
-    # A job of a terminal is always new: SLURM does not requeue a command that was typed into a shell, and all commands
-    # of a shell belong to the same step, so the step cannot tell them apart.
+    # A job that was started in a terminal is always new: SLURM does not requeue a command that was typed into a shell,
+    # and all commands of a shell belong to the same step, so the step does not identify a job.
     known = read_job() if again and (JOB_ID in os.environ or not os.isatty(0)) else None
     job, restart = known or (uuid.uuid4().hex, 0)
     added = {AGENT_PID: str(os.getpid()), JOB_ID: job, RESTART: str(restart), **spec.env}

@@ -75,7 +75,7 @@ class Ranks:
             beats: heartbeats of the ranks, which show how far each rank was.
         """
         slots, host = beats.read(), socket.gethostname()
-        # a killed rank may be noticed later than ranks whose connections broke because of it
+        # A killed rank may be noticed later than ranks whose connections broke because of it.
         alone = self._note_ends()
         return [
             RankEnd(

@@ -122,7 +122,7 @@ class OneNode(Nodes):
 
     @property
     def use_agent_store(self) -> bool:
-        # as without an agent, a program that makes the process group by `env://` lets rank 0 host the store
+        # Rank 0 hosts the store, as without an agent, if a program makes the process group by `env://`.
         return False
 
     def get_backend(self) -> str:

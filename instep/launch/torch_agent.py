@@ -145,7 +145,7 @@ class Processes:
     def stop_tails(self) -> None:
         """Print the ranks' remaining output, so that it comes before any message about the ranks."""
         tails = getattr(self.context, "_tail_logs", None)
-        if tails is None:  # torch 2.9 has two attributes, and no list of the tails
+        if tails is None:  # torch 2.9 has two attributes in place of the list
             tails = (self.context._stdout_tail, self.context._stderr_tail)
         for tail in tails:
             tail.stop()

@@ -3,4 +3,4 @@
 - `notebook`: run functions as ranks, from a notebook or a test; `slurm`: batch jobs; `ray`, `ray_actor`: jobs on Ray.
 """
 
-__all__: list[str] = []  # internal: may change in any release
+__all__: list[str] = []  # this package is internal, and may change in any release

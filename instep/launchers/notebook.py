@@ -20,7 +20,7 @@ from instep.state.process import is_held
 from instep.utils.checks import at_least, is_int, wrong
 from instep.utils.porting import instead_of
 
-# Settings of LaunchSpec that callers may give; settings that apply only to programs are missing.
+# Settings of LaunchSpec that callers of a launcher may give; settings that apply only to programs are missing.
 _SETTINGS = (
     *("max_restarts", "shutdown_s", "hang_timeout_s", "env", "log_dir", "tee"),
     *("num_nodes", "node_rank", "master_addr", "master_port", "run_id", "local_addr", "secret_file"),
@@ -174,6 +174,7 @@ def _cells(pattern: str) -> str:
         for line in cell.splitlines()
         if re.search(pattern, line)
     ]
-    outer = [(number, line) for number, line in found if not line[:1].isspace()]  # lines outside of a function's body
+    # Lines of cells outside of any function's body.
+    outer = [(number, line) for number, line in found if not line[:1].isspace()]
     named = [f"cell [{number}]: {line.strip()}" for number, line in (outer or found)[:3]]
     return f" It was probably {'; or '.join(named)}." if named else ""

@@ -90,7 +90,7 @@ class BatchJob:
             "--requeue" if self.requeue else "--no-requeue",
             "--open-mode=append",
             f"--output={self.output}",
-            *self.options,  # users' options come last, since sbatch uses the last one of two
+            *self.options,  # the user's options come last, since sbatch uses the last one if an option is given twice
         ]
         agent = [self.python, "-m", "instep", "launch", f"--num-nodes={self.nodes}", f"--devices={nproc}"]
         lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options if option), "", *self.setup]

@@ -51,7 +51,7 @@ ABOUT = "_instep"
 _FILES = (CONFIG, "model.safetensors", "model-*-of-*.safetensors", SAFE_INDEX)
 
 
-# ---- config.json
+# ---- making config.json
 
 
 def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _json_of(value: Any, name: str) -> Any:
         return value.value if isinstance(value.value, bool | int | str) else value.name
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, float) and value - value == 0:  # True unless inf or nan, which JSON lacks
+    if isinstance(value, float) and value - value == 0:  # inf and nan are excluded, since JSON does not have them
         return value
     if isinstance(value, PurePath | torch.dtype | torch.device):
         return str(value)
@@ -87,7 +87,7 @@ def _json_of(value: Any, name: str) -> Any:
         return {TAG: "dict", "v": [[encode(key, name)[0], item] for key, item in items]}
     if isinstance(value, list | tuple):
         return [_json_of(item, f"{name}[{index}]") for index, item in enumerate(value)]
-    with suppress(UnsavableStateError):  # a value that has no JSON form is written as checkpoints write it in states
+    with suppress(UnsavableStateError):  # any other value is encoded as in the states of checkpoints
         tree, tensors = encode(value, name)
         if not tensors:
             return tree
@@ -234,7 +234,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
     return values, name
 
 
-# ---- the hub
+# ---- sending a folder to the hub
 
 
 def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | bool | None, **options: Any) -> str:

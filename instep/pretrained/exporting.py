@@ -59,7 +59,7 @@ class PretrainedExport(Callback):
     Source: the folder's format is that of transformers' and peft's `save_pretrained`.
     """
 
-    runs_last = True  # exports after other callbacks have changed the weights
+    runs_last = True  # the weights are exported after other callbacks have changed them
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class PretrainedExport(Callback):
                 self.tokenizer.save_pretrained(made)
             for path in (*made.rglob("*"), made):
                 sync_path(path)
-            if folder.exists():  # the folder is from before this run was resumed
+            if folder.exists():  # a folder of this name is from before this run was resumed
                 _delete(folder)
         done = [path for path in self.exports() if _step_of(path) <= _step_of(folder)]
         for old in done[: -self.keep] if self.keep else ():

@@ -78,7 +78,7 @@ class Profiler(ABC):
         """Return the report; "" for no report."""
         return ""
 
-    # ---- measuring
+    # ---- measuring actions
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
         """Measure a `with` block, as in `with self.trainer.profiler.profile("reading"):`."""
@@ -115,7 +115,7 @@ class Profiler(ABC):
                 return
             yield batch
 
-    # ---- the run
+    # ---- hooks of a run
 
     def attach(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: B027  most need neither
         """Prepare for a run of a Trainer, before its first action."""

@@ -139,7 +139,7 @@ class PyTorchProfiler(Profiler):
             if name not in columns - {"self", "sort_by", "row_limit"}:
                 raise SettingError(f"table_kwargs has {name!r}, which EventList.table does not take", field=name)
 
-    # ---- the run
+    # ---- hooks of a run
 
     def attach(self, trainer: Trainer, module: TrainModule) -> None:
         """Get the number of steps from the Trainer, and keep the module, whose submodules get labels."""

@@ -28,7 +28,7 @@ _BURST = 4
 _FIRST_GAP, _GROWTH, _LARGEST_GAP = 8.0, 1.05, 1_000_000.0
 
 Function = Callable[..., Any]
-# Each entry: name of the part, name of the enclosing part, and the events at its start and end.
+# An entry has the name of a part, the name of the part around it, and the CUDA events at its start and end.
 _Timed = tuple[str, str | None, Any, Any]
 
 
@@ -121,7 +121,7 @@ class RunClock:
         self._loop_began: float | None = None
         self._rare: dict[str, float] = {"validation": 0.0, "saving": 0.0}
         self._rare_before_loop = 0.0
-        self._inner = 0.0  # seconds that count for regions inside the region that is being timed
+        self._inner = 0.0  # seconds that belong to parts inside the part that is being timed
         self._watched: dict[str, tuple[CellType, Function, Function]] = {}
         self._burst: dict[str, float] = {}  # seconds of each part in the current burst
         # Seconds of the first batch, counted apart, since it compiles and warms up.
@@ -133,7 +133,7 @@ class RunClock:
         self._open_events: list[_Timed] = []
         self._region: str | None = None
         self._gap, self._random = _FIRST_GAP, random.Random(0)
-        self._left = 0  # batches until the next burst
+        self._left = 0  # number of batches until the next burst
 
     # ---- parts that run rarely, such as validation
 
@@ -258,7 +258,7 @@ class RunClock:
                         per_batch[parent] -= seconds
                 self._bursts.append((weight, per_batch))
 
-    # ---- the result
+    # ---- the result: seconds of each part
 
     def seconds(self, batches: int) -> dict[str, float]:
         """Return the seconds of each part so far.

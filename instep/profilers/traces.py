@@ -54,7 +54,7 @@ class TraceReady:
 
 def chrome_traces(folder: Path, rank: int) -> Write:
     """Return a function that writes `profile_<rank>.json`; from the second recording on, the name has its number."""
-    # made now, so that an error about the folder comes before training
+    # The folder is made before training, so that an error about it comes early.
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(profiler: Recorder, number: int) -> None:

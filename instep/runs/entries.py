@@ -174,7 +174,7 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
         if entry is None:
             entry = _read(look_at(path, root, stamp))
             rows[key] = _row(entry)
-        elif entry.run.status.state in _LIVE:  # the run's process may have died without changing the status
+        elif entry.run.status.state in _LIVE:  # a run whose process has died may still say that it is running
             entry = replace(entry, run=look_at(path, root, stamp))
         found.append(entry)
     rows = {key: row for key, row in rows.items() if row is not None}
@@ -214,7 +214,8 @@ def at_path(path: str) -> list[Entry]:
     if next(below(folder, 0), None) is None:
         return read_entries(folder)
     beside = {entry.run.folder: entry for entry in read_entries(folder.parent, 1)}
-    if folder in beside and os.path.lexists(folder / STATUS):  # folders inside a run's folder are not runs of their own
+    # Only if this folder itself is a run, since folders inside it are then not runs of their own.
+    if folder in beside and os.path.lexists(folder / STATUS):
         return [beside[folder]]
     found = read_entries(folder)
     return [replace(entry, name=beside.get(entry.run.folder, entry).name) for entry in found]
@@ -239,7 +240,8 @@ def find_one(word: str) -> Entry:
     """
     found, folder = at_path(word), Path(word).absolute()
     if folder.is_dir():
-        found = [entry for entry in found if entry.run.folder == folder]  # the run itself, not one in a folder below it
+        # Only the run in this folder itself, and not runs in folders below it.
+        found = [entry for entry in found if entry.run.folder == folder]
     if len(found) == 1:
         return found[0]
     some = "; ".join(f"{entry.name} ({entry.run.name})" for entry in found[:8])
@@ -266,7 +268,7 @@ def ends_of(curve: Curve) -> Ends:
     return Ends(curve.last, curve.last_step, *extremes, bad, curve.count, curve.not_finite)
 
 
-# ---- the index
+# ---- the index of earlier readings
 
 
 def _index_of(root: Path) -> Path:
@@ -306,7 +308,8 @@ def _row(entry: Entry) -> list[Any] | None:
     ends = {name: [_number(value) for value in astuple(ends)] for name, ends in entry.ends.items()}
     told = [status.state, status.cause, status.step, status.epoch, {str(k): v for k, v in status.by_rank.items()}, said]
     row = [[list(each) for each in run.stamp], told, asdict(run.label), params, ends, entry.monitor]
-    return json.loads(json.dumps(row))  # in the form that reading the file gives, so that the two can be compared
+    # Converted to the form that reading the file returns, so that both can be compared.
+    return json.loads(json.dumps(row))
 
 
 def _number(value: float) -> Any:
@@ -324,7 +327,7 @@ def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
         _check(params.values(), (bool, int, float, str))
         status = RunStatus(state, cause, {int(k): str(v) for k, v in by_rank.items()}, step, epoch, dict(said))
         run = Run(path_below(folder, root), folder, status, updated(stamp), stamp)
-        run.__dict__["label"] = label_of(label)  # sets the value that the cached property would read
+        run.__dict__["label"] = label_of(label)  # sets the cached property, so that the label is not read from its file
         return Entry(run, params, {name: _ends(*of) for name, of in ends.items()}, monitor)
     except (TypeError, ValueError, AttributeError, OverflowError):
         return None

@@ -29,7 +29,7 @@ def _doing(progress: dict[str, Any]) -> str:
     ):
         value, limit = progress.get(key), progress.get(most)
         if isinstance(value, int):
-            value += key == "epoch"  # epochs are shown from 1, as on the screen
+            value += key == "epoch"  # epochs are shown from 1, as in the progress bar
             parts.append(f"{name} {value:,}" + (f" of {limit:,}" if isinstance(limit, int) and limit > 0 else ""))
     speed = progress.get("steps_per_s")
     return ", ".join([*parts, *([f"{speed:.3g} steps/s"] if isinstance(speed, (int, float)) else [])])

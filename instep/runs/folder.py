@@ -181,7 +181,7 @@ def tail(path: Path, lines: int = 50) -> str:
             text = (file.read(_TAIL_BYTES) or b"").decode("utf-8", "replace")
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
-    # Keep the part after the last carriage return: a progress bar overwrites its own line.
+    # Only the part after the last carriage return is kept, since a progress bar overwrites its own line.
     shown = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
     return clean("\n".join(shown[-lines - 1 if shown[-1] == "" else -lines :]))
 

@@ -15,7 +15,7 @@ from instep.runs.status import own
 
 MOST_NAMES = 2000  # maximum number of metrics of a run that are read if no names are given
 _OF_RANK = re.compile(r"rank-\d+").fullmatch
-_Point = tuple[float, float, float | None]  # step, value, and time or None
+_Point = tuple[float, float, float | None]  # a point: its step, its value, and its time or None
 # Kinds of loggers' files. Files with exact numbers come first; TensorBoard's come last, since they have float32.
 _KINDS: tuple[tuple[str, type[LogFile], tuple[str, ...]], ...] = (
     ("jsonl", JSONLinesFile, ("metrics.jsonl", "rank-*/metrics.jsonl")),
@@ -78,7 +78,8 @@ class _Buckets:
     def __init__(self, most: int) -> None:
         self._most = max(1, (most - 2) // 2)
         self._width = 2  # number of points in a bucket; a bucket keeps both of two points, so a short curve is complete
-        self._buckets: list[list] = []  # each bucket: the number of its points, the least and the greatest point
+        # For each bucket: the number of its points, the least point and the greatest point.
+        self._buckets: list[list] = []
         self.count = self.not_finite = 0
         self.first: _Point | None = None
         self.last: _Point = (0.0, math.nan, None)

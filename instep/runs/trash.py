@@ -22,7 +22,8 @@ from instep.runs.folder import DEPTH
 from instep.runs.status import look, own
 from instep.utils.untrusted_files import clean
 
-_REMOVED = re.compile(r"\d{8}-\d{6}-.+", re.DOTALL)  # name in the trash: time of removal, and the folder's name
+# Matches a name in the trash: the time of the removal, and the name of the folder.
+_REMOVED = re.compile(r"\d{8}-\d{6}-.+", re.DOTALL)
 
 
 def describe(folder: Path) -> str:
@@ -80,7 +81,8 @@ def remove(folder: Path) -> Path:
         if own(saved, folder) and saved.is_dir():
             from instep.checkpoint.lease import Lease  # imported late, since it loads torch
 
-            # Take the lease under the run's own id, so that the run is the last holder of the folder if it is put back.
+            # The lease is taken under the run's own id, so that the run is the last holder of the folder if it is put
+            # back.
             run_id = (read_status(folder) or {}).get("run_id")
             lease = Lease.take(saved, str(run_id))
             stack.callback(lease.release)
@@ -121,7 +123,7 @@ def empty(removed: Path) -> None:
 
 
 def _trash_name() -> str:
-    return f".instep_trash-{os.geteuid()}"  # one trash for each user, since nobody could write to another user's trash
+    return f".instep_trash-{os.geteuid()}"  # each user has a trash, since nobody can write to another user's trash
 
 
 def _is_trash(path: Path) -> bool:

@@ -128,7 +128,7 @@ class StreamDataset(Dataset[Any]):
         self.counts = np.asarray(self._index.counts(self.shards, counts), dtype=np.int64)
         self._ends = np.cumsum(self.counts)
         self._length = int(self._ends[-1])
-        # an epoch and the number of files that it used; None if it used all files
+        # The last interrupted epoch, and the number of files that it uses; None if it uses all files.
         self._used: tuple[int, int] | None = None
         self._left_out = None
         if on_bad_sample == "skip":

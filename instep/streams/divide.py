@@ -41,15 +41,16 @@ from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 from instep.utils.warn import warn_user
 
-# Number of first samples that are compared: to see whether all readers read the same samples; if they do not, to see
+# Number of first samples that are compared. 16 show whether all readers read the same samples; if they do not, 256 show
 # which samples they share.
 AT_FIRST, COMPARED = 16, 256
-_PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}  # maximum seconds; from a slow stream fewer samples are compared
+# Maximum number of seconds; from a slow stream, fewer samples are compared.
+_PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}
 _MOST_BYTES = 64 << 20  # maximum number of bytes of the samples that are kept for the comparison
 _SHARED = 20  # with this many samples, more than one common sample is not by chance
 _QUIET_AFTER, _WATCH_EVERY = 3, 64  # the same limits as in `instep.data.stream`
 _LOOK_EVERY_S = 0.001
-# the cost of reading for other ranks is reported if it is more than this part of a pass and this many seconds
+# The cost of reading for other ranks is reported if it is more than 5 % of a pass and more than one second.
 _COSTS, _COSTS_S = 0.05, 1.0
 
 _COMMAND, _SEED, _SEED_LOW, _EPOCH, _CYCLE, _SKIP, _STRICT, _HEAD = range(8)
@@ -106,14 +107,14 @@ class _Reader:
         self._in_main, self._worker = worker is None, 0 if worker is None else worker.id
         self.row = owner.board.rows[self._worker]
         self.is_open = self.ended = False
-        self.read = 0  # samples of the stream that this reader has read so far
+        self.read = 0  # number of samples of the stream that this reader has read so far
         self.at = 0
         self._ahead: deque[Any] = deque()
         self._bytes = 0
         self._first_state: StateDict = {}
         self._quiet: float = 0  # number of consecutive blocks that drew no random numbers
 
-    # ---- reading
+    # ---- reading the stream
 
     def open(self) -> None:
         """Start the stream, or continue it from a restored state."""
@@ -127,11 +128,11 @@ class _Reader:
             if owner.alone:
                 _utils.worker._worker_info = None  # pyright: ignore[reportPrivateImportUsage]
             set_epoch = getattr(owner.source, "set_epoch", None)
-            if callable(set_epoch):  # a persistent worker has its own copy of the data set
+            if callable(set_epoch):  # a worker that persists over epochs has its own copy of the data set
                 set_epoch(head[_EPOCH])
         restored, owner.restored = owner.restored, None
         with self._seeded("start", 0):
-            # draw one number, as the iterator of an undivided DataLoader does
+            # One number is drawn, as the iterator of an undivided DataLoader does.
             torch.empty((), dtype=torch.int64).random_()
             inner = None if restored is None else restored["inner"]
             if inner is not None and isinstance(owner.source, Stateful):
@@ -236,7 +237,7 @@ class _Reader:
                     )
                 return
 
-    # ---- comparing
+    # ---- comparing the first samples
 
     def read_first(self, most: int) -> None:
         """Read whole blocks until there are `most` samples, and write their digests to the table."""
@@ -330,7 +331,7 @@ class DividedDataset(IterableDataset[Any]):
         if name in self.__dict__:
             self.__dict__[name] = value
         else:
-            setattr(self.source, name, value)  # a worker_init_fn may set attributes of the worker's data set
+            setattr(self.source, name, value)  # set on the user's data set, as a worker_init_fn expects
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DividedDataset, (self.source, self.unit, self.board, self.shard, self.alone, self.restored)
@@ -401,7 +402,7 @@ class Division:
         if inner is not None and not self.workers:
             self._stream.source.load_state_dict(copy.deepcopy(inner))
 
-    # ---- a pass
+    # ---- a pass over the stream
 
     def start(self, seed: int, place: tuple[int, int], restored: StateDict | None) -> Iterator[Any]:
         """Start the readers of a pass; they wait until `settle` is called.
@@ -483,7 +484,7 @@ class Division:
             )
 
     def _tell_of_reading(self, left: int) -> None:
-        self._first(AT_FIRST)  # reads some samples, which shows how long reading takes
+        self._first(AT_FIRST)  # this reads some samples, and so measures how long reading takes
         timed = [(int(row[_READ_NS]), int(row[_COUNT])) for row in self._board.rows if row[_COUNT]]
         seconds = max((took / samples for took, samples in timed), default=0.0) * left / 1e9
         what = "samples" if self.loader is not self._stream else "batches"
@@ -493,7 +494,7 @@ class Division:
             "workers: use torchdata's StatefulDataLoader)"
         )
 
-    # ---- comparing
+    # ---- comparing the first samples of all readers
 
     def _first(self, most: int) -> list[_First]:
         """Return the first samples of this process's readers, at most `most` from each; wait for the workers."""

@@ -50,7 +50,7 @@ class Reader(ABC):
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
-        # Closes the file if nobody calls `close`, such as in a worker that ends.
+        # The file is closed even if nobody calls `close`, as in a worker that ends.
         weakref.finalize(self, self._file.close)
 
     @abstractmethod
@@ -251,7 +251,7 @@ class Table(Reader):
         columns: names of the columns that are read; None: all columns.
     """
 
-    bounds: Array  # number of the first row of each group; last, the number of all rows
+    bounds: Array  # number of the first row of each group, and at the end the number of all rows
 
     @abstractmethod
     def load(self, number: int) -> Any:
@@ -466,7 +466,7 @@ def _getter(pyarrow: Any, column: Any) -> Callable[[list[int]], Iterable[Any]]:
 def _any_values(pyarrow: Any, column: Any, rows: list[int]) -> list[Any]:
     try:
         return column.take(pyarrow.array(rows)).to_pylist()
-    except pyarrow.ArrowNotImplementedError:  # a few types have no `take`
+    except pyarrow.ArrowNotImplementedError:  # some types of columns have no `take`
         return [column[row].as_py() for row in rows]
 
 

@@ -47,7 +47,7 @@ def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulat
     """
     if "INSTEP_REPLAY" in os.environ:
         return  # a replay repeats steps whose lines are already written
-    with suppress(OSError):  # the disk is full: training continues, and its saves report the error
+    with suppress(OSError):  # if the disk is full, training continues, and its saves report the error
         _note(folder, source, epoch, batch, step, accumulate)
 
 

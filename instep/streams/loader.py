@@ -62,7 +62,7 @@ class DividedLoader(StreamLoader):
             self._set_epochs.append(self._part.dataset.set_epoch)
             self.uneven = uneven if uneven == OWN_END else "join"
         self._unit: int = (loader.batch_size or 1) if (by_samples := gives_samples(loader)) else 1
-        self._origin = 0  # the unit of the common order where the pass began
+        self._origin = 0  # number of the unit in the common order with which the pass began
         if shard.world_size > 1 or (by_samples and loader.num_workers):
             self._divide()
 
@@ -103,7 +103,7 @@ class DividedLoader(StreamLoader):
     def rank_state(self) -> bool:  # type: ignore[override]
         return not self._has_positions and super().rank_state
 
-    # ---- state
+    # ---- saving and restoring the position
 
     def _enter(self, epoch: int, cycle: int) -> None:
         super()._enter(epoch, cycle)
@@ -159,7 +159,7 @@ class DividedLoader(StreamLoader):
         self.seed = state["seed"]
         self._enter(state["epoch"], state["cycle"])
         inner = state.get("state")
-        if inner is not None and state["divided"] is None:  # a single process saved this state
+        if inner is not None and state["divided"] is None:  # a single process has saved this state
             inner = {"read": position, "inner": inner, "at": position}
         self._resume_at({**state, "batches": -(-position // self._step), "own": None, "state": inner})
         self._origin = position
@@ -175,7 +175,7 @@ class DividedLoader(StreamLoader):
             "workers it was taken with, from the end of an epoch, or with streams='divide'"
         )
 
-    # ---- the pass
+    # ---- a pass over the stream
 
     def _start(self, resume: StateDict, position: int) -> None:
         division = self._division
@@ -190,7 +190,7 @@ class DividedLoader(StreamLoader):
         if by_loader:
             division.loader.load_state_dict(copy.deepcopy(state))
             state = None
-        elif state is not None and "read" not in state:  # an earlier version of instep saved the state
+        elif state is not None and "read" not in state:  # the state was saved by an earlier version of instep
             state = {"read": position * self._unit, "inner": state, "at": position * self._unit}
 
         def begin(pattern: Pattern) -> int:

@@ -14,7 +14,7 @@ from instep.utils.seed import derive_seed
 
 BLOCK = 1024  # number of samples of a mixture in which each source has its exact proportion
 MOST_SOURCES = 20  # maximum number of sources; with more, a block would have no room for the remainder of each
-_WINDOWS = 4  # number of windows kept, for ranks simulated in one process and for a batch across two windows
+_WINDOWS = 4  # number of windows that are kept, for several ranks in one process and for a batch across two windows
 
 
 class LazyOrder(Sequence[Any]):

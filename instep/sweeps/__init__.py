@@ -12,7 +12,7 @@ of the table by a number, never by a path. Only `panels.Notes` writes files: `la
 
 from typing import Any
 
-__all__: list[str] = []  # internal: may change in any release
+__all__: list[str] = []  # this package is internal, and may change in any release
 
 
 def define(source: Any) -> None:

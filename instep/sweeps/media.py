@@ -143,7 +143,8 @@ class _Events(TensorBoardFile):
     @staticmethod
     def _of_strings(tag: str, step: float, strings: list[bytes]) -> Iterator[Media]:
         for content in strings[:8]:
-            if any(content.startswith(head) for head, _ in _KINDS):  # a picture that TensorFlow's writer wrote
+            # The text is a picture that TensorFlow's writer has stored.
+            if any(content.startswith(head) for head, _ in _KINDS):
                 yield from _picture(tag, step, content)
                 continue
             text = content.decode("utf-8", "replace")

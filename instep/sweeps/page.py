@@ -127,7 +127,7 @@ class Page(Refreshing):
             return
         shown = {entry.run.folder for entry in self._desk.view.table.entries}
         chosen = {folders[row["id"]] for row in rows if row.get("id") in folders}
-        self._ticked = (self._ticked or set()) - shown | chosen  # ticks of runs that the filter hides stay
+        self._ticked = (self._ticked or set()) - shown | chosen  # runs that the filter hides keep their ticks
         if len(self._ticked) > MOST_DRAWN:
             ui.notify(f"The first {MOST_DRAWN} of {len(self._ticked):,} runs are drawn.")
         self._choose()
@@ -144,7 +144,7 @@ class Page(Refreshing):
         self._panel = None
         await self._show_panel()
 
-    # ---- refreshes by the timer
+    # ---- refreshing the page by a timer
 
     async def _refresh(self) -> None:
         await self._show(await self._read())
@@ -246,7 +246,7 @@ def _sorted_by(header_: str, text: str, entry: Entry) -> str | float | None:
         number_ = float(text.rstrip("* "))
     except ValueError:
         return text or None
-    # not nan, which is unequal to itself, so that the table would count as changed at each refresh
+    # A value of nan is unequal to itself, and would make the table count as changed at each refresh.
     return number_ if math.isfinite(number_) else None
 
 
@@ -290,7 +290,7 @@ def _differs(entries: Sequence[Entry], params: Sequence[str]) -> str:
     said = []
     for key in params[:_FEW]:
         values: list[Any] = list(dict.fromkeys(entry.params[key] for entry in entries if key in entry.params))
-        with suppress(TypeError):  # numbers and texts cannot be sorted together
+        with suppress(TypeError):  # sorting fails if there are both numbers and texts
             values.sort()
         shown = ", ".join(map(naming.value, values)) if len(values) <= _FEW else f"{len(values):,} values"
         said.append(f"{naming.short(key, params)}: {shown}")

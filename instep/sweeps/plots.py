@@ -16,9 +16,9 @@ from instep.runs.naming import short, value
 from instep.runs.table import Metric
 
 FAILED = "#d23f57"
-_SCALE = ["#2e9e6b", "#c9a227", "#8a63d2"]  # colors from the best run to the worst
+_SCALE = ["#2e9e6b", "#c9a227", "#8a63d2"]  # colors, from the color of the best run to that of the worst
 _MOST_AXES = 9
-_MISSING = "-"  # ECharts shows this as a missing value
+_MISSING = "-"  # text that ECharts takes for a missing value
 _FEW = 8
 _DECADES = 30.0  # the axis of positive numbers is logarithmic if the largest is this many times the smallest
 

@@ -50,7 +50,7 @@ def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> Non
     with run_folder("check_datamodule") as folder:
         name = type(made(make, DataModule, "check_datamodule")).__name__
         seen: list[list[Any]] = []
-        step = batches * 3 // 2  # a step in the middle of the second epoch
+        step = batches * 3 // 2  # number of a step in the middle of the second epoch
 
         def run(root: Path, checkpoint: Path | None) -> tuple[Trainer, dict[str, Any]]:
             reader = Reader()

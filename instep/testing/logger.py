@@ -146,7 +146,7 @@ def _compare(name: str, what: str, rows: Rows, expected: Rows) -> None:
                 "the logger starts again, or not written a second time."
             )
         for (step, value), (_, right) in zip(steps, wanted, strict=True):
-            if not abs(value - right) <= 1e-6 * max(1.0, abs(right)):  # also true for NaN
+            if not abs(value - right) <= 1e-6 * max(1.0, abs(right)):  # the condition is also true if `value` is NaN
                 raise ContractError(f"{name}: of {what} it has {metric}={value} at step {step}; expected {right}")
 
 

@@ -180,13 +180,14 @@ def _train(
     )
     trainer.fit(module(), DataLoader(samples(length), batch_size=batch_size, shuffle=True), ckpt_path=start)
     held = comparable(dict(trainer.strategy.local_weights()), folder)
-    trainer.strategy.teardown()  # called a second time, which must be harmless
+    trainer.strategy.teardown()  # `fit` has called this already; a second call must be harmless
     return {"losses": watch.losses, "weights": watch.weights, "held": held}
 
 
 def _close(what: str, right: dict[str, Any], got: dict[str, Any], tolerance: float) -> None:
     far = [abs(one - other) for one, other in zip(right["losses"], got["losses"], strict=False)]
-    if len(right["losses"]) != len(got["losses"]) or not all(each <= tolerance for each in far):  # also true for NaN
+    # The condition is also true if a loss is NaN.
+    if len(right["losses"]) != len(got["losses"]) or not all(each <= tolerance for each in far):
         raise ContractError(
             f"{what}: the losses of the epochs are {got['losses']}; those of one process {right['losses']}. Gradients "
             "are to be the mean over all ranks, once per optimizer step, and before they are clipped."
@@ -201,7 +202,7 @@ def _close(what: str, right: dict[str, Any], got: dict[str, Any], tolerance: flo
                 f"{what}: the weights {name!r} of full_model_state() have the shape {tuple(other.shape)}; those of one "
                 f"process {tuple(value.shape)}. Gather what is cut over the ranks."
             )
-        if not ((other - value).abs() <= tolerance).all():  # also true for NaN
+        if not ((other - value).abs() <= tolerance).all():  # the condition is also true if a weight is NaN
             raise ContractError(
                 f"{what}: the weights {name!r} differ from those of one process by more than {tolerance}"
             )

@@ -126,7 +126,7 @@ def write_accelerate(contents: Contents, folder: Path) -> Path:
 
     def write(temporary: Path) -> None:
         temporary.mkdir()
-        # Tied weights are written once, as Accelerate expects.
+        # Tied weights are written once, since Accelerate expects this.
         write_tensors(temporary / "model.safetensors", contents.weights)
         for name, state in files.items():
             torch.save(state, temporary / name)

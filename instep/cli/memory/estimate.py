@@ -50,7 +50,8 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
         shown = (weights, gradients, state)
     elif stage in (1, 2):
         kept = weights + part + state // ranks
-        # in stage 1 too, a rank keeps only its part: other gradients are released after they are reduced
+        # In stage 1 too, a rank keeps only its own part of the gradients: other parts are released after they are
+        # reduced.
         own = gradients // ranks
         during = _backward(activations, bucket + own, setup.on_gpu)
         most = (kept + during + layer, kept + part * (1 + ratio))

@@ -47,7 +47,8 @@ def loaded_sizes(subject: Subject, dtypes: Sequence[str]) -> list[Loaded]:
     """
     with users_code(f"making {subject.name}", "Give its arguments by --args."), init_empty_weights():
         model: Any = subject.make()
-    if hasattr(getattr(model, "model", None), "_no_split_modules"):  # a transformers model names such blocks
+    # A transformers model lists the classes of blocks that are not split.
+    if hasattr(getattr(model, "model", None), "_no_split_modules"):
         model = model.model
     whole = getattr(model, "_no_split_modules", None) or ()
 

@@ -212,10 +212,10 @@ def simulate(subject: Subject, setup: Setup) -> Estimate:
             field="strategy",
             got=setup.strategy,
         )
-    PartialState(cpu=True)  # must come before the fake group, so that this process counts as a single one
+    PartialState(cpu=True)  # made before the fake process group, so that this process counts as a single one
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # the run itself will give this warning
+        warnings.simplefilter("ignore")  # the training run itself will give these warnings
         Strategy.connect(strategy, _CPU, Precision(setup.precision, _CPU))
         if isinstance(strategy, FSDPStrategy):
             stack.enter_context(_group(setup.devices))
@@ -269,7 +269,8 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
                     del output
                 if micro == 0:
                     left = count.now - fixed - state - grads
-                    # Gradients are dropped here, as in the Trainer, so those of the last step exist during the forward.
+                    # Gradients are dropped here, as in the Trainer, so the gradients of the last step still exist
+                    # during the forward.
                     optimizer.zero_grad()
                 strategy.backward(loss)
                 del loss

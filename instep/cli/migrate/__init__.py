@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Show the changes, or write them; return 1 if something is left to do by hand, else 0."""
     require("libcst", extra="migrate", purpose="instep migrate")
     files = [_migrate(path) for path in _scripts(args.paths)]
-    if args.write:  # write only after all files could be read
+    if args.write:  # files are written only after all of them could be read
         for file in files:
             if file["new"] != file["old"]:
                 _write(file["path"], file["new"])
@@ -76,7 +76,7 @@ def _migrate(path: Path) -> dict[str, Any]:
     from instep.cli.migrate.rewrite import migrate  # imported late, since it needs libcst, an optional package
 
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # newline="" keeps the line ends of the file
+        with path.open(encoding="utf-8", newline="") as file:  # newline="" keeps the line endings of the file
             old = file.read()
         new, findings, found = migrate(old)
     except (libcst.ParserSyntaxError, UnicodeDecodeError) as error:
@@ -85,7 +85,7 @@ def _migrate(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    path = path.resolve()  # write to the target of a link, so that the link stays a link
+    path = path.resolve()  # the target of a link is written, so that the link stays a link
     with replacing(path) as part:
         part.touch()
         part.chmod(path.stat().st_mode)

@@ -75,7 +75,7 @@ class _Lifting:
     def block(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement] | None:
         """Split a block into statements for one rank and statements for all ranks; return None if that is not safe."""
         made: list[cst.BaseStatement] = []
-        waiting: list[cst.BaseStatement] = []  # statements for one rank, up to the next call
+        waiting: list[cst.BaseStatement] = []  # statements for one rank, up to the next call that all ranks must make
         for statement in statements:
             if not self._has_call(statement):
                 waiting.append(statement)
@@ -141,7 +141,7 @@ def _joined(parts: list[cst.BaseExpression]) -> cst.BaseExpression:
     joined = parts[0]
     for part in parts[1:]:
         joined = cst.BooleanOperation(joined, cst.And(), part)
-    if "\n" in code(joined):  # a line break was allowed only inside parentheses around the whole condition
+    if "\n" in code(joined):  # a condition with a line break needs parentheses around it
         return joined.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     return joined
 

@@ -93,15 +93,17 @@ class Names(cst.CSTVisitor):
         super().__init__()
         self.plan = plan
         self.imports: list[cst.Import | cst.ImportFrom] = []
-        self.bound: dict[str, str] = {}  # each imported name, and the dotted name it stands for
+        self.bound: dict[str, str] = {}  # for each imported name in the script, the dotted name that it stands for
         self.targets: dict[cst.CSTNode, str] = {}  # instep's dotted name for each node that uses an imported name
-        self.needed: dict[str, set[str]] = defaultdict(set)  # modules of instep to import, by the old module's name
+        # Modules of instep to import, by the name of the old module in the script.
+        self.needed: dict[str, set[str]] = defaultdict(set)
         self.kept: set[str] = set()  # names of old modules that the script still uses
         self.leftovers: dict[str, list[cst.CSTNode]] = defaultdict(list)
-        self.extra: dict[str, set[str]] = defaultdict(set)  # further names of instep to import, by the imported name
+        # Further names of instep to import, by the imported name that they come with.
+        self.extra: dict[str, set[str]] = defaultdict(set)
         self.defined: set[str] = set()
         self.have: set[str] = set()  # imports at the top level: `import a` as "a", `from a import b` as "a b"
-        self._top: set[cst.CSTNode] = set()  # the import statements of the top level
+        self._top: set[cst.CSTNode] = set()  # the import statements at the top level of the script
         self._annotations = 0
 
     # ---- finding imports
@@ -178,7 +180,8 @@ class Names(cst.CSTVisitor):
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         base, inner = _base(node), node
-        while isinstance(inner, cst.Attribute) and not self._successor(inner):  # finds `pl.Trainer` in `pl.Trainer.fit`
+        # Stops at `pl.Trainer` in `pl.Trainer.fit`.
+        while isinstance(inner, cst.Attribute) and not self._successor(inner):
             inner = inner.value
         if isinstance(base, cst.Name):
             self._use(inner if self._successor(inner) else node, base)
@@ -281,7 +284,8 @@ class Names(cst.CSTVisitor):
             return None
         stay: list[cst.ImportAlias] = []
         lines: list[str] = []
-        moved: dict[str, dict[str, cst.ImportAlias | None]] = defaultdict(dict)  # old import, by new module and name
+        # The old import of each moved name, by the new module and name.
+        moved: dict[str, dict[str, cst.ImportAlias | None]] = defaultdict(dict)
         for alias in node.names:
             local = _local(alias)
             name = porting.canonical(f"{module}.{code(alias.name)}") or ""

@@ -30,10 +30,10 @@ _KINDS = {  # base classes of a script's classes, whose objects may have any att
 # Names of variables and arguments that count batches which an earlier run has done.
 _DONE = re.compile(r"resume|start|first_|skip|done|completed")
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # names of values that are not rows of a batch
-_SAVED = re.compile(r"(best|last)_model_path")  # attributes of a ModelCheckpoint
+_SAVED = re.compile(r"(best|last)_model_path")  # names of attributes of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
 _BY_HAND = re.compile(r"automatic_optimization\s*=\s*False")
-_SEVERAL = re.compile(  # the result is unpacked, indexed, or iterated
+_SEVERAL = re.compile(  # matches if the result of `optimizers()` is unpacked, indexed, or iterated over
     r",[^=\n]*=\s*self\.optimizers\(|self\.optimizers\([^)]*\)\[|in (enumerate\(|zip\()?self\.optimizers\(|"
     r"(\w+)\s*=\s*self\.optimizers\([\s\S]*(\b\2\[\d|,[^=\n]*= \2\b|\bin (enumerate\(|zip\()?\2\b)"
 )
@@ -124,7 +124,7 @@ def refused(function: Any, argument: str) -> str | None:
     others = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
     if others is None:
         return f"it takes {', '.join(name for name in parameters if name != 'self') or 'no arguments'}"
-    if others != "unknown":  # the function passes `**kwargs` on, so the argument may be accepted
+    if others != "unknown":  # the function passes `**kwargs` on to others, which may accept the argument
         return None
     try:
         function(**{argument: None})  # instep's classes check argument names first; the error says what to do
@@ -162,8 +162,9 @@ class Uses(cst.CSTVisitor):
         self.plan = plan
         self.names = found
         self.is_lightning = any(name.startswith("lightning") for name in plan.found)
-        self.receivers: dict[str, str] = {}  # text of an expression -> the class of instep that it holds
-        self.classes: dict[str, str] = {}  # the script's own classes -> what they derive from
+        # Class of instep whose object an expression holds, by the expression's text.
+        self.receivers: dict[str, str] = {}
+        self.classes: dict[str, str] = {}  # kind of base class of the script's own classes, by the class's name
         self.assigned: set[str] = set()  # attributes that the script sets
         self.dicts: dict[str, cst.BaseExpression] = {}  # expression of each dict, by the variable that holds it
         self.accumulates = ""  # how the script accumulates gradients: "by hand" or "in contexts" (`accumulate`)
@@ -176,11 +177,11 @@ class Uses(cst.CSTVisitor):
         self._loops: list[cst.CSTNode] = []
         self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
         self._one_rank: list[cst.If | cst.FunctionDef] = []
-        self._collective: list[cst.Attribute] = []  # calls on one rank that all ranks must make
-        self._otherwise: set[cst.BaseSuite | cst.If | cst.Else] = set()  # the `elif` and `else` parts of an `if`
+        self._collective: list[cst.Attribute] = []  # calls that are made on one rank, but must be made by all ranks
+        self._otherwise: set[cst.BaseSuite | cst.If | cst.Else] = set()  # statements after `elif` and `else`
         self._script = plan.module.code
         self._loads_state = ".load_state(" in self._script
-        self.steps_often = False  # one function steps optimizers by hand more than once
+        self.steps_often = False  # whether a function of the script steps optimizers by hand more than once
         self._changes: dict[str, list[Change]] = {}
         for page, listed in changes.PAGES.items():
             packages = ("lightning", "fabric") if page == "lightning" else page
@@ -240,7 +241,7 @@ class Uses(cst.CSTVisitor):
             instead = f"use {porting.HOOKS_GONE[name]}; keep outputs in an attribute"
             self.plan.todo(method.name, f"{name} is not called any more: {instead}")
         elif name in porting.HOOKS_UNCALLED and name not in known:
-            if f".{name}(" not in self._script:  # otherwise the script calls this method itself
+            if f".{name}(" not in self._script:  # if this is not so, the script calls the method itself
                 self.plan.warns(method.name, f"{name} of Lightning 1 is not called: use {porting.HOOKS_UNCALLED[name]}")
         elif name in porting.ATTRIBUTES.get(kind, ()) and name not in known:
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
@@ -289,7 +290,7 @@ class Uses(cst.CSTVisitor):
         if not self._one_rank or self._one_rank[-1] is not node:
             return
         self._one_rank.pop()
-        if self._one_rank:  # the outer `if` decides what is moved
+        if self._one_rank:  # if there is an outer `if` for one rank, it decides what is moved
             return
         found, self._collective = self._collective, []
         calls = frozenset(code(each) for each in found)
@@ -374,7 +375,9 @@ class Uses(cst.CSTVisitor):
             if text is None and leaf not in _KINDS and code(node) not in self.assigned:
                 text = f"instep's {leaf} has no such attribute or method"
             if leaf == "Accelerator" and code(node) in self.assigned:
-                text = None  # the script may read an attribute that it sets itself, such as native_amp of old versions
+                # The attribute is not reported, since the script may read what it sets itself, such as native_amp of
+                # old versions.
+                text = None
             if text is not None and not (code(node.value) == "self" and name in self._own[-1]):
                 self.plan.todo(node, f"{code(node)}: {text}")
         elif known:
@@ -523,12 +526,12 @@ class Uses(cst.CSTVisitor):
         old = arg.keyword.value
         name = old if has_argument(function, old) else renamed.get(old, old)
         if (key, name) == ("Accelerator", "project_dir") and self._owner(arg.value).endswith(".ProjectConfiguration"):
-            name = "project_config"  # Accelerate accepts this argument there, but does not use it
+            name = "project_config"  # Accelerate accepts a ProjectConfiguration as `project_dir`, but does not use it
         value: Any = _literal(arg.value)
         values = porting.VALUES.get((key, name), {})
         new_value = values.get(value) if isinstance(value, str) else None
         added = porting.ADDED.get((key, old))
-        if added is not None and not value:  # gpus=0 and gpus=None meant that there is no GPU
+        if added is not None and not value:  # gpus=0 and gpus=None mean that no GPU is used
             name = old
         between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")) if is_last else arg.comma
         if name != old or new_value is not None:
@@ -615,7 +618,7 @@ class _Receivers(cst.CSTVisitor):
         super().__init__()
         self.uses = uses
         self._loops = 0
-        self._steps = [0]  # optimizer steps in each enclosing function
+        self._steps = [0]  # number of optimizer steps in each enclosing function
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self._steps.append(0)

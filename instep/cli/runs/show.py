@@ -35,7 +35,7 @@ from instep.runs.facts import (
 from instep.runs.table import MARK, upright
 
 _BAD = ("failed", "hung", "dead", "interrupted", "preempted")
-_FEW = 20  # metrics that are printed; --json has all
+_FEW = 20  # maximum number of metrics that are printed; --json has all metrics
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     entries = find([args.path])
     if len(entries) > 1:
         sys.stderr.write(f"instep: the newest of {len(entries):,} runs\n")
-    one = find_runs(entries[0].run.folder)[0]  # read the whole run, since the list has only a part of it
+    # Read the run completely, since an entry of the list has only a part of it.
+    one = find_runs(entries[0].run.folder)[0]
     metrics, checkpoints = one.metrics(None, 100), one.checkpoints(args.verify)
     if args.json:
         output.say_json(
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     bad = one.status.state in _BAD
     for line in end_of_log(one, (20 if bad else 0) if args.log is None else args.log):
         output.say(line)
-    if bad:  # problems come last, where a reader looks first
+    if bad:  # the commands to resume a run come last, where a reader looks first
         for line in lines_to_go_on(one.status.said):
             output.say(line)
     return 0
