@@ -1,4 +1,4 @@
-"""Loaders with which every rank runs the same number of steps and counts every sample once, and which can resume.
+"""Loaders with which all ranks run the same number of steps, every sample counts once, and a pass can resume.
 
 `prepare_loader` turns a user's loader into a `BatchSource`, the one thing that a loop iterates. README.md in this
 folder lists the files in reading order, the invariants, and what can fail.

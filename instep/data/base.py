@@ -1,4 +1,4 @@
-"""Batches of one rank: the interface of a single loader and of several combined."""
+"""`BatchSource` and `PreparedLoader`: the interface through which a loop reads one rank's batches."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from instep.data.plan import Plan, Share
 from instep.types import StateDict
 
 UNEVEN = ("stop", "join", "error")
-_LISTED = 16  # samples of a batch that a message lists
+_LISTED = 16  # largest number of samples of a batch that a message lists
 UNKNOWN = -1  # number of samples of a batch that was not counted
-_KEPT = 1024  # batches beyond the longest window whose numbers of samples are remembered
-OWN_END = "own end"  # value of `uneven`: ranks do not agree, and each ends with its own data (`even_batches=False`)
+_KEPT = 1024  # number of batches, in addition to the longest window, whose numbers of samples are remembered
+OWN_END = "own end"  # value of `uneven`: each rank ends with its own data, without an agreement (`even_batches=False`)
 
 
 class BatchSource(ABC):
     """Batches of this rank from one or several loaders, with their sizes.
 
     Only one pass runs at a time: call `set_epoch`, then perhaps `load_state_dict` or `start_at`, then iterate. Batches
-    are numbered from 0 in an epoch; a resumed pass begins at `first_batch`. The numbers are the same on all ranks. So
-    is everything else, except `share.mine`, `sample_indices` and, with `rank_state`, the state. If ranks may end at
-    different numbers (`even_batches=False`), each has its own `num_batches` and `share.last`. All ranks must call the
+    are numbered from 0 in an epoch; a resumed pass begins at `first_batch`. All values are the same on all ranks,
+    except `share.mine`, `sample_indices` and, with `rank_state`, the state. If ranks may end after different numbers of
+    batches (`even_batches=False`), each rank has its own `num_batches` and `share.last`. All ranks must call the
     methods that move the position: with dispatched data these are collectives, and only rank 0's state is complete.
 
     Args:
@@ -63,7 +63,7 @@ class BatchSource(ABC):
         self.first_batch = 0
         self.epoch = 0
         self.cycle = 0
-        self._given = 0  # batches of the epoch so far, if they are counted
+        self._given = 0  # batches of the epoch yielded so far, if they are counted
         self._seen = array("q")  # samples of all ranks in each of the last batches, or UNKNOWN
         self._pending = False  # whether a position was loaded that no pass has used yet
         self._plan: Plan | None = None  # plan of the current position
@@ -71,16 +71,22 @@ class BatchSource(ABC):
     @property
     @abstractmethod
     def plan(self) -> Plan:
-        """Sizes of the pass that runs, or that begins next."""
+        """Numbers and sizes of the batches in the running pass, or in the next one."""
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches in the epoch, with the limit; None if unknown. A resumed pass ends at the same number."""
+        """Number of batches in the epoch, up to the limit; None if unknown.
+
+        A resumed pass ends at the same batch number.
+        """
         return self.plan.total
 
     @property
     def epoch_batches(self) -> int | None:
-        """Number of batches in a whole epoch. An epoch resumed by other ranks may have fewer, in `num_batches`."""
+        """Number of batches in a whole epoch.
+
+        If another number of ranks resumes an epoch, `num_batches` may be smaller.
+        """
         return self.num_batches
 
     def set_epoch(self, epoch: int, cycle: int = 0) -> None:
@@ -94,20 +100,20 @@ class BatchSource(ABC):
 
     @abstractmethod
     def start_at(self, batches: int) -> None:
-        """Let the next pass begin after this number of batches of the epoch."""
+        """Make the next pass begin after this number of batches of the epoch."""
 
     @abstractmethod
     def state_dict(self, batches_done: int) -> StateDict:
         """Return the position in the data.
 
         Args:
-            batches_done: number of batches of the epoch that are done: those that the source has yielded, or up to
+            batches_done: number of batches of the epoch that are done: as many as the source has yielded, or up to
                 `history` fewer.
         """
 
     @abstractmethod
     def load_state_dict(self, state: StateDict) -> None:
-        """Let the next pass begin at the position of the state, in the state's epoch and order."""
+        """Make the next pass begin at the position of the state, in the state's epoch and order."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
@@ -157,7 +163,10 @@ class BatchSource(ABC):
                 del self._seen[:-kept]
 
     def _seen_between(self, start: int, stop: int) -> Sequence[int]:
-        """Return the samples of yielded batches, for `Plan.sizes_seen`. An unknown number counts as the first one."""
+        """Return the numbers of samples of yielded batches, for `Plan.sizes_seen`.
+
+        The first batch's number replaces unknown ones.
+        """
         first = self._given - len(self._seen)
         seen = self._seen[start - first : stop - first] if start >= first else ()
         if not seen or seen[0] == UNKNOWN:
@@ -189,7 +198,7 @@ class PreparedLoader(BatchSource):
 
     Attributes:
         loader: the user's loader, unchanged.
-        dataset: its data set, or None.
+        dataset: the loader's data set, or None.
         batch_size: samples per rank and batch, None when unknown.
 
     Example:
@@ -213,12 +222,12 @@ class PreparedLoader(BatchSource):
         self._set_epochs = _set_epoch_methods(loader)
 
     def reseed(self, seed: int) -> None:
-        """Derive all random numbers from another seed."""
+        """Derive the order and all random numbers from another seed."""
         self.seed = seed
 
     @abstractmethod
     def start_before(self) -> None:
-        """Let the next pass begin at the epoch's beginning, and end at the position where the last pass began."""
+        """Make the next pass begin at the epoch's beginning, and end at the position where the last pass began."""
 
     @property
     def reads_once(self) -> bool:
@@ -257,7 +266,7 @@ def described(loader: Any) -> str:
 
 
 def list_samples(indices: list[Any] | None, source: Any = None) -> str:
-    """Format the indices of a batch's samples for a message: the first 16 of them.
+    """Format the indices of a batch's samples for a message, at most 16 of them.
 
     If the data set of `source` has a method `describe_sample(index)`, its text is added for each index.
 

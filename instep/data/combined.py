@@ -1,4 +1,4 @@
-"""Several loaders as one."""
+"""`CombinedLoader`: several loaders that are read as one."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
 class _Track:
-    """Position of one of the loaders, in batches of the combined pass.
+    """Position of one loader within a combined pass. A run goes from a start of the loader to its end.
 
     Attributes:
         began: number of the combined batch with which the loader's current run began; -1 before its first run.
-        at: the loader's own batch number at that moment.
-        run_end: combined batches done when the run ended; None while it goes on.
-        ended_at: combined batches done when the loader was first exhausted; None before that.
+        at: the loader's own batch number when its current run began.
+        run_end: combined batches done when the loader's run ended; None while the run goes on.
+        ended_at: combined batches done when the loader was first exhausted; None if it was not.
         cycle: how often the loader was restarted.
-        before: states from the end of the previous run, by combined batches done.
+        before: states of the loader near the end of its previous run, by combined batches done.
     """
 
     def __init__(self, source: BatchSource) -> None:
@@ -49,7 +49,7 @@ class _Track:
         return self.at + max(0, min(batches, sys.maxsize if self.run_end is None else self.run_end) - self.began)
 
     def start(self, number: int) -> None:
-        """Begin a run with combined batch `number`."""
+        """Begin a run of the loader with the combined batch `number`."""
         self.began, self.at, self.run_end = number, self.source.first_batch, None
         self.iterator = iter(self.source)
 
@@ -63,7 +63,7 @@ class _Track:
 
 
 class CombinedLoader(BatchSource):
-    """Batches of several loaders together, in the same collection as the loaders.
+    """Batches of several loaders together: a dict of loaders yields dicts of batches, a list of loaders lists.
 
     The Trainer prepares the loaders for their ranks. If you iterate a `CombinedLoader` yourself, they are prepared as
     for one process. Ranks and batches of an optimizer window are weighed by the samples of all loaders together.
@@ -76,10 +76,10 @@ class CombinedLoader(BatchSource):
             one loader after the other and yields (batch, batch_idx, dataloader_idx).
 
     Attributes:
-        flattened: the loaders given, as a list.
+        flattened: the user's loaders, as a list.
         limits: largest number of batches of each loader: one number for all, a list with one for each, or None. The
-            pass is as long as with loaders of these lengths; "sequential" goes on to the next loader. A Trainer's
-            limits hold in addition.
+            pass is as long as with loaders of these lengths. In mode "sequential" the pass goes on to the next loader.
+            Limits of the Trainer apply too.
 
     Raises:
         SettingError: the mode is unknown.
@@ -110,7 +110,7 @@ class CombinedLoader(BatchSource):
         self._finished = False
 
     def map(self, function: Callable[[Any], BatchSource]) -> CombinedLoader:
-        """Return the same combination of other loaders, for instance of prepared ones.
+        """Return the same combination of other loaders, which `function` makes from the loaders, such as prepared ones.
 
         Each loader after the first gets a seed of its own, so that two loaders of equal length are shuffled
         differently.
@@ -137,7 +137,8 @@ class CombinedLoader(BatchSource):
         """Use at most this number of batches of an epoch, or this fraction of them."""
         self._ready()
         self._limit = self._plan = None
-        claimed = not self.plan.total_is_final  # the length is an estimate: the data may have more batches, or fewer
+        # the length is only an estimate, and the data may have more or fewer batches
+        claimed = not self.plan.total_is_final
         length = None if claimed and isinstance(limit, int) else self.num_batches
         batches = resolve_limit(limit, length, name)
         self._limit = None if batches in (math.inf, length) else int(batches)
@@ -150,7 +151,10 @@ class CombinedLoader(BatchSource):
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Largest number of batches from each loader, or None for all. Can be set, also to fractions."""
+        """Largest number of batches from each loader, in order; None for no limits.
+
+        It can be set to a number or a list.
+        """
         return None if self._limits is None else list(self._limits)
 
     @limits.setter
@@ -173,12 +177,12 @@ class CombinedLoader(BatchSource):
 
     @property
     def sampler(self) -> Any:
-        """Samplers of the loaders, in the same collection; None for a loader without one."""
+        """Samplers of the loaders, in the same collection; None for a loader without a sampler."""
         return map_leaves(lambda place: getattr(self._loaders[place], "sampler", None), self._places)
 
     @property
     def batch_sampler(self) -> Any:
-        """Batch samplers of the loaders, in the same collection; None for a loader without one."""
+        """Batch samplers of the loaders, in the same collection; None for a loader without a batch sampler."""
         return map_leaves(lambda place: getattr(self._loaders[place], "batch_sampler", None), self._places)
 
     def reset(self) -> None:
@@ -187,7 +191,7 @@ class CombinedLoader(BatchSource):
         if self._tracks:
             self._enter(self.epoch, self.cycle)
 
-    # ---- what the loop reads
+    # ---- sizes and samples, which a loop reads
 
     @property
     def plan(self) -> Plan:
@@ -198,7 +202,7 @@ class CombinedLoader(BatchSource):
 
     @property
     def rank_state(self) -> bool:  # type: ignore[override]
-        """Whether the state differs per rank."""
+        """Whether the state of a loader differs per rank."""
         self._ready()
         return any(track.source.rank_state for track in self._tracks)
 
@@ -221,7 +225,7 @@ class CombinedLoader(BatchSource):
         return next(path for path, place in iter_leaves(self._places) if place == index) or str(index)
 
     def sample_indices(self, batch_idx: int) -> list[Any] | None:
-        """Return the sample indices of the current batch, with one entry per loader."""
+        """Return the sample indices of the current batch, with one entry per loader; None for an earlier batch."""
         if batch_idx != self._given - 1:
             return None
         return [
@@ -229,7 +233,7 @@ class CombinedLoader(BatchSource):
             for track in self._tracks
         ]
 
-    # ---- where it begins
+    # ---- preparing the loaders, and the first batch of a pass
 
     def _ready(self) -> None:
         """Prepare the loaders at first use, if they are not prepared yet."""
@@ -269,7 +273,7 @@ class CombinedLoader(BatchSource):
     def start_at(self, batches: int) -> None:
         self._ready()
         self._enter(self.epoch, self.cycle)
-        before = 0  # batches of all earlier loaders in the sequence
+        before = 0  # number of batches of all earlier loaders, in mode "sequential"
         for track in self._tracks:
             source, own = track.source, batches
             length = source.num_batches if source.plan.total_is_final else None
@@ -288,7 +292,8 @@ class CombinedLoader(BatchSource):
         self._resume_at(batches)
 
     def _inner_cycle(self, track: _Track) -> int:
-        return self.cycle * 1_000_003 + track.cycle  # a combination inside another one needs cycles of its own
+        # distinct for a combination inside another one, which has cycles too
+        return self.cycle * 1_000_003 + track.cycle
 
     def _resume_at(self, batches: int) -> None:
         self._begin(batches)
@@ -296,7 +301,7 @@ class CombinedLoader(BatchSource):
         self._pending = True
 
     def _make_plan(self) -> Plan:
-        """Calculate how long the pass is, from where the loaders stand at its beginning."""
+        """Calculate the length of the pass from the positions of the loaders at its beginning."""
         plans = [source.plan for source in self._sources]
         final = all(plan.total_is_final for plan in plans)
         known = [number for track in self._tracks if (number := _left(track)) is not None]
@@ -311,7 +316,7 @@ class CombinedLoader(BatchSource):
             total = most if total is None else min(total, most)
         even = [0 if self.mode == "sequential" else sys.maxsize]
         even += [self.first_batch + plan.uniform_until - plan.first for plan in plans if not plan.uniform]
-        if self.mode == "max_size":  # when one loader has ended, its part of each batch is missing
+        if self.mode == "max_size":  # after a loader has ended, batches lack its part
             even += [self.first_batch + number for number in known]
         if final and total is not None:
             even.append(total)
@@ -373,7 +378,7 @@ class CombinedLoader(BatchSource):
         self._resume_at(state["batches"] if self._finished else self._resumed_batch())
 
     def _resumed_batch(self) -> int:
-        """Return the number of the pass's first batch, counted at the current world size."""
+        """Return the number of the first batch of a resumed pass, counted with the current number of ranks."""
         first = [track.source.first_batch for track in self._tracks]
         if self.mode == "sequential":
             return sum(first)
@@ -395,7 +400,7 @@ class CombinedLoader(BatchSource):
         try:
             yield from self._one_by_one() if self.mode == "sequential" else self._side_by_side()
         except Exception:
-            self.close()  # the error ends the passes of the other loaders too
+            self.close()  # the passes of the other loaders end too
             raise
 
     def _side_by_side(self) -> Iterator[Any]:
@@ -443,7 +448,7 @@ class CombinedLoader(BatchSource):
             return _END
 
     def _again(self, track: _Track, number: int) -> None:
-        """Restart an exhausted loader, shuffled anew."""
+        """Restart an exhausted loader with another order."""
         source = track.source
         if track.began >= 0:
             nearest = range(max(track.began, number - self.history), number)
@@ -480,14 +485,14 @@ _END = object()
 
 
 def _places(nest: Any, loaders: list[Any], inside: bool = False) -> Any:
-    """Add the loaders of a nested collection to the list; return the collection with their indices in their places."""
+    """Add the loaders of a nested collection to a list; return the collection with list indices in place of loaders."""
     items = nest if isinstance(nest, list | tuple) else [None]
     plain = (inside or len(items) > 0) and all(isinstance(item, int | float | str) for item in items)
     if isinstance(nest, list | tuple) and not plain:
         values = [_places(item, loaders, inside=True) for item in nest]
         return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
     if isinstance(nest, Mapping):
-        places: Any = copy.copy(nest)  # a copy keeps what the class holds besides its items
+        places: Any = copy.copy(nest)  # copied, so that a subclass of dict keeps its other attributes
         for key, value in nest.items():
             places[key] = _places(value, loaders, inside=True)
         return places
@@ -500,7 +505,7 @@ def _gives(track: _Track, batch_idx: int) -> bool:
 
 
 def _left(track: _Track) -> int | None:
-    """Count the batches that a loader still has at the beginning of a pass; None if unknown."""
+    """Count the batches that a loader has left at the beginning of a pass; None if unknown."""
     if track.run_end is not None:
         return 0
     length = track.source.num_batches
@@ -508,7 +513,10 @@ def _left(track: _Track) -> int | None:
 
 
 def _counted(source: BatchSource, batch: Any) -> Share:
-    """Return the share of one loader's part of a batch. With one rank, the samples are counted if necessary."""
+    """Return the share (numbers of samples) of one loader's part of a batch.
+
+    A single rank counts the samples if necessary.
+    """
     share = source.share
     if share.mine is not None or source.world_size > 1:
         return share
@@ -517,7 +525,7 @@ def _counted(source: BatchSource, batch: Any) -> Share:
 
 
 def _together(shares: Sequence[Share], last: bool) -> Share:
-    """Return the share of a batch whose parts come from several loaders: the sum of theirs."""
+    """Return the share (numbers of samples) of a combined batch: the sum over its loaders."""
     units = [share.units for share in shares if share.units is not None]
     summed = (sum(own[0] for own in units), sum(own[1] for own in units)) if len(units) == len(shares) else None
     return Share(_sum([share.mine for share in shares]), _sum([share.all for share in shares]), last, summed)

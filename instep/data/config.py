@@ -1,4 +1,4 @@
-"""Settings of data: `limit_train_batches` and its like, and how the Accelerator prepares loaders."""
+"""Settings of data: limits of batches such as `limit_train_batches`, and the `DataLoaderConfiguration`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
     """Return the number of batches that a limit leaves.
 
     Args:
-        limit: an int counts batches, a float is a fraction of them; None and 1.0 take all.
+        limit: a number of batches (int) or a fraction of the batches (float); None and 1.0 mean all batches.
         num_batches: number of batches on this rank; None if unknown.
         name: the setting's name, for the error.
 
     Returns:
-        The number of batches; `math.inf` if neither the limit nor the data has an end.
+        The number of batches; `math.inf` if neither the limit nor the data gives a number.
 
     Raises:
         SettingError: the limit is negative, a fraction above 1, a fraction of an unknown number, or a fraction too
@@ -82,12 +82,13 @@ class DataLoaderConfiguration:
 
     Args:
         split_batches: whether the loader's batch size is that of all ranks together, not that of each rank.
-        dispatch_batches: True: only rank 0 reads, and sends the other ranks their parts. False: every rank reads for
-            itself. None: rank 0 reads data that would be the same on every rank: iterable data, and loaders that instep
-            cannot rebuild. For data that already differs by rank, pass False; otherwise all parts but rank 0's are
-            lost.
-        even_batches: whether every rank runs the same number of steps. A rank without samples then replays some, which
-            do not count. False: such a rank ends earlier, which `join_uneven_inputs` allows.
+        dispatch_batches: True: only rank 0 reads the data, and sends the other ranks their parts. False: every rank
+            reads for itself. None: rank 0 reads data that would be the same on every rank: iterable data, and loaders
+            that instep cannot rebuild. For data that already differs by rank, pass False; otherwise all parts but rank
+            0's are lost.
+        even_batches: whether every rank runs the same number of steps. If True, a rank without samples left repeats a
+            batch, which does not count. False: a rank without samples left ends earlier, which `join_uneven_inputs`
+            allows.
         data_seed: seed of the shuffling; None for the seed of the run.
         non_blocking: whether the host does not wait for copies from pinned memory to the device.
         use_stateful_dataloader: whether to read iterable data through torchdata's StatefulDataLoader, which resumes
@@ -95,7 +96,8 @@ class DataLoaderConfiguration:
         restore_position: where a loader continues after `load_state`, if K batches of its epoch are done. "auto": at
             batch K, also in a script that skips K batches itself. True: always at batch K. False: at the epoch's
             beginning, so the script must skip.
-        use_distributed_sampler: False: the data already differs by rank, and each rank reads all of its own.
+        use_distributed_sampler: whether to divide the data over the ranks. False: the data already differs by rank, and
+            each rank reads its own data completely.
         streams: how iterable data is divided if each rank reads for itself (`dispatch_batches=False`). "auto" divides
             the data if the first samples show that all ranks and workers read the same. "divide" divides in any case;
             "dispatch" is `dispatch_batches=True`; with "as_is" each rank uses all that it reads. Any value but "auto"

@@ -1,12 +1,12 @@
-"""Loading by one process, which sends each rank its part of every batch.
+"""`DispatchLoader`: one process reads the data, and sends each rank its part of every batch.
 
-It is for data that every rank would read the same, or that only one process can read. Only the reading process iterates
-the loader, so random numbers, positions and states are those of this process, and the samples of each rank are known
-exactly.
+This is for data that would be the same on every rank, or that only one process can read. Only the reading process
+iterates the loader, so random numbers, positions and states are those of this process, and the samples of each rank are
+known exactly.
 
-These are sent per batch, over the CPU group: a few numbers (whether it is the last batch, and how many samples each
-rank gets), and the bytes of tensors in one scatter. The structure, and everything that is not a tensor, is sent only if
-it differs from the batch before.
+Per batch, two things are sent over the CPU process group: a few numbers (whether it is the last batch, and how many
+samples each rank gets), and the bytes of its tensors in one scatter. Its structure, and its values that are not
+tensors, are sent only if they differ from those of the previous batch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from instep.state.process import step_group
 from instep.types import StateDict
 
 _END, _BATCH, _FAILED = range(3)
-_ALIGN = 16  # bytes; so that a view of any dtype can begin at this offset in a buffer
+_ALIGN = 16  # alignment in bytes: a view of any dtype can begin at a multiple of it in a buffer
 
 
 class _Step(NamedTuple):
-    """One step of a rank: its slice, the samples by rank (UNKNOWN if not countable), and whether it is the last."""
+    """One step: this rank's slice, the samples of each rank (UNKNOWN if not countable), whether it is the last step."""
 
     batch: Any
     rows: list[int]
@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 
 
 class _BatchSizes(NamedTuple):
-    """Numbers of samples in a reader's batches, if known beforehand: `size` up to batch `even`, then `rest`."""
+    """Numbers of samples in a reader's batches: `size` in batches before number `even`, then the numbers in `rest`."""
 
     even: int
     size: int
@@ -61,22 +61,22 @@ class _BatchSizes(NamedTuple):
 
 
 class DispatchLoader(PreparedLoader):
-    """Batches that process 0 reads and sends to all.
+    """Batches that process 0 reads, and of which it sends each rank its part.
 
     Every batch is split evenly over the ranks; with `whole`, each rank gets one of `world_size` batches instead. A rank
-    without samples gets some of another rank, to replay them with weight 0. The position is that of the reader: moving
-    it is a collective, and only rank 0's state is complete.
+    without samples gets samples of another rank, to replay them with weight 0. The position in the data is that of the
+    reader: moving it is a collective, and only rank 0's state is complete.
 
     `Splitter` decides which parts of a batch are sliced; the other parts are sent whole. Batches arrive on the CPU.
 
-    All samples of an optimizer window weigh the same. If the reader knows the sizes of its batches, all ranks know
-    them. Otherwise the batches are weighed against the window's first one, and `gradient_correction` corrects the
-    gradients at the window's end.
+    All samples of an optimizer window have the same weight. If the reader knows the sizes of its batches in advance,
+    all ranks know them. Otherwise a batch is weighed relative to the window's first batch, and `gradient_correction`
+    corrects the gradients at the window's end.
 
     Args:
         loader: the user's loader.
-        make_reader: function that makes the source for process 0, which reads it as a single process would; called only
-            there.
+        make_reader: function that makes the source of batches that process 0 reads, as a single process would; called
+            only on process 0.
         shard: the rank whose batches these are.
         batch_size: samples per rank and batch; None if unknown.
         whole: whether ranks get whole batches instead of slices.
@@ -105,16 +105,16 @@ class DispatchLoader(PreparedLoader):
         self._set_epochs = []  # only the reader calls `set_epoch`
         self._whole = whole
         self._group = self.world_size if whole else 1
-        """The reader's batches in a step."""
+        """Number of the reader's batches in a step."""
         self._even = even
         self._pin = pin and torch.accelerator.is_available()
-        self._ranks = gather_object(self.rank)  # rank of each process: several processes may share one
+        self._ranks = gather_object(self.rank)  # data rank of each process; several processes may have the same one
         self._reads = PartialState().process_index == 0
         self._reader: PreparedLoader | None = None
         self._num_batches: int | None = None
         self._pulled = 0  # batches of the epoch that the reader has yielded
         self._totals: _BatchSizes | None = None
-        self._first = 0  # the reader's batch with which the pass begins
+        self._first = 0  # number of the reader's batch with which the pass begins
         self._splitter = Splitter(getattr(loader, "collate_fn", None) is default_collate)
         self._parts: list[Any] = []  # structure of each rank's step, with a _TensorSpec in place of each tensor
         self._sent = b""
@@ -125,7 +125,7 @@ class DispatchLoader(PreparedLoader):
         self._with_reader(make)
 
     def _with_reader(self, action: Callable[[Any], Any]) -> None:
-        """Call a function with the reader on process 0. All ranks learn where the reader stands then, or its error."""
+        """Call a function with the reader on process 0. All ranks then learn the reader's position, or its error."""
         error: Exception | None = None
         totals: _BatchSizes | None = None
         head = torch.zeros(4, dtype=torch.int64)
@@ -168,14 +168,14 @@ class DispatchLoader(PreparedLoader):
         return self._plan
 
     def _share_of(self, rows: list[int], last: bool = False) -> Share:
-        """Return the share of a batch from its number of samples on each rank."""
+        """Return the share of a batch (samples of this rank and of all) from its number of samples on each rank."""
         mine, unknown = rows[self.rank], UNKNOWN in rows
         weights = [int(count != 0) for count in rows] if unknown else rows
         units = (weights[self.rank], sum(weights)) if any(weights) else None
         return Share(None if mine == UNKNOWN else mine, None if unknown else sum(rows), last, units)
 
     def _rows(self, batch_idx: int) -> list[int]:
-        """Return the number of samples of each rank in a step, before the step is read."""
+        """Return the number of samples of each rank in a step, which has not been read yet."""
         assert self._totals is not None
         start = self._first + (batch_idx - self.first_batch) * self._group
         if self._whole:
@@ -204,7 +204,10 @@ class DispatchLoader(PreparedLoader):
     # ---- state
 
     def state_dict(self, batches_done: int) -> StateDict:
-        """Return the reader's state, which fits one process that reads all the data; on other ranks a placeholder."""
+        """Return the reader's state, as of one process that reads all the data.
+
+        On ranks other than 0, return a placeholder.
+        """
         reader = self._reader
         if reader is None:
             return {"kind": "read elsewhere", "seed": self.seed, "epoch": self.epoch, "cycle": self.cycle}
@@ -230,11 +233,11 @@ class DispatchLoader(PreparedLoader):
             step = next(steps, None) if self._even else following
 
     def _over(self, step: _Step) -> bool:
-        """Return True if this rank ends before the step."""
+        """Return True if this rank ends before the step, since it has no sample in it."""
         return not self._even and step.last and step.rows[self.rank] == 0
 
     def _receive(self) -> Iterator[_Step]:
-        """Yield this rank's slices of the steps. All ranks request each step at the same time."""
+        """Yield each step with this rank's slice. All ranks must request each step together."""
         read = self._read(self._reader) if self._reader is not None else iter(())
         while True:
             error, described, sent, buffers = None, None, b"", []
@@ -263,8 +266,9 @@ class DispatchLoader(PreparedLoader):
                 return
 
     def _read(self, reader: PreparedLoader) -> Iterator[tuple[list[Any], list[int], bool]]:
-        """On process 0, yield for each step: its parts by rank, the samples in them, and whether it is the last."""
-        reader.history = (self.history + 1) * self._group  # with even=False the reader is one step ahead
+        """Yield for each step, on process 0: the ranks' parts, their numbers of samples, whether it is the last step."""
+        # one step more, since with even=False the reader is one step ahead
+        reader.history = (self.history + 1) * self._group
         batches = iter(reader)
         while group := list(islice(batches, self._group)):
             self._pulled += len(group)
@@ -309,7 +313,7 @@ class DispatchLoader(PreparedLoader):
 
 
 def _receive_head(head: torch.Tensor, error: Exception | None, operation: str, doing: str) -> list[int]:
-    """Receive the reader's numbers. An error of the reader is raised on every rank."""
+    """Receive the numbers that describe the reader's batch or position. Raise an error of the reader on every rank."""
     if error is not None:
         head[0] = _FAILED
     announce(control_group(), f"dispatch: {operation}")
@@ -321,7 +325,7 @@ def _receive_head(head: torch.Tensor, error: Exception | None, operation: str, d
 
 
 def _totals(reader: PreparedLoader) -> _BatchSizes | None:
-    """Return the sizes of a reader's batches, if they are known beforehand."""
+    """Return the sizes of a reader's batches; None if they are not known in advance."""
     plan = reader.plan
     if plan.total is None or plan.share_of is None:
         return None
@@ -333,7 +337,7 @@ def _totals(reader: PreparedLoader) -> _BatchSizes | None:
 
 
 def _parts(size: int, world_size: int) -> list[int]:
-    """Return the number of samples of each rank."""
+    """Return the number of samples of each rank, if `size` samples are divided evenly."""
     return [end - begin for begin, end in (local_slice(size, rank, world_size) for rank in range(world_size))]
 
 
@@ -352,7 +356,7 @@ class _TensorSpec:
 
 
 def _flatten(parts: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return each part's structure, and the bytes of its tensors in one buffer."""
+    """Return the structure of each part, and for each part the bytes of its tensors in one buffer."""
     described, buffers = [], []
     for part in parts:
         pieces: list[torch.Tensor] = []
@@ -379,7 +383,7 @@ def _join(described: Any, buffer: torch.Tensor) -> Any:
     def take(leaf: Any) -> Any:
         nonlocal offset
         if not isinstance(leaf, _TensorSpec):
-            return copy.deepcopy(leaf)  # a copy, since the structure may serve the next batch too
+            return copy.deepcopy(leaf)  # a copy, since the same structure may be used for the next batch
         begin, end = offset, offset + leaf.num_bytes
         offset = end + -end % _ALIGN
         return buffer[begin:end].view(leaf.dtype).view(leaf.shape)

@@ -1,4 +1,4 @@
-"""Orders drawn from samplers that are not instep's, the same on all ranks."""
+"""`ForeignOrder`: the order of an epoch, drawn from a user's sampler, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ForeignOrder:
     itself returns it from a method `_instep_order_of(epoch, cycle)`.
 
     Args:
-        sampler: a sampler or batch sampler with an end.
+        sampler: a finite sampler or batch sampler.
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
@@ -42,23 +42,23 @@ class ForeignOrder:
 
     @property
     def stateful(self) -> Stateful | None:
-        """The sampler, or the one inside it, if it has a state of its own."""
+        """The sampler, or the sampler inside it, if it has a `state_dict`; else None."""
         return next((part for part in _parts(self.sampler) if isinstance(part, Stateful)), None)
 
 
 def generators(sampler: Any) -> list[torch.Generator]:
-    """Return the generators that a sampler, or the one inside it, was given."""
+    """Return the torch generators of a sampler and of the sampler inside it."""
     found = [getattr(part, "generator", None) for part in _parts(sampler)]
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def is_distributed(sampler: Any) -> bool:
-    """Return True if a sampler, or the one inside it, already gives each rank its own part."""
+    """Return True if a sampler, or the sampler inside it, already divides the data over the ranks."""
     return any(hasattr(part, "num_replicas") for part in _parts(sampler))
 
 
 def order_digest(order: Sequence[Any] | torch.Tensor) -> str:
-    """Return a short digest with which ranks compare their orders."""
+    """Return a short digest of an order, by which ranks compare their orders."""
     raw = order.numpy().tobytes() if isinstance(order, torch.Tensor) else repr(order).encode()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Loader over a map-style data set, for which instep chooses the indices."""
+"""`IndexLoader`: loads a map-style data set by indices that instep chooses."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _KEPT = (
 
 
 def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
-    """Make a new loader with the options of another.
+    """Make a new loader with the options of another loader.
 
     Args:
         loader: a plain `DataLoader`, not of a subclass.
-        kind: the class of the new loader: `DataLoader`, or one that takes the same options.
-        **changes: options to change. Those that form batches (`batch_size`, `sampler`, `batch_sampler`, `drop_last`)
+        kind: class of the new loader: `DataLoader`, or a class that takes the same options.
+        **changes: options to change. Options that form batches (`batch_size`, `sampler`, `batch_sampler`, `drop_last`)
             are not copied, so they must be given.
     """
     options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
@@ -45,17 +45,17 @@ def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, *
 class IndexLoader(PreparedLoader):
     """Batches of a map-style data set, loaded with the user's `DataLoader` options and instep's indices.
 
-    Without workers the batches are collated here, since a `DataLoader` would do the same in 15 us more per batch.
+    Without workers this class collates the batches itself, since a `DataLoader` would take 15 us more per batch.
 
     Args:
         loader: a plain `DataLoader`; its data set, collation and worker options are used.
         sampler: this rank's share of the indices.
         shard: the rank whose batches these are.
-        drawn: the user's order, if it is not instep's.
-        shared: whether the ranks share one order and each takes its part; else each rank has an order of its own.
-        peers_even: if ranks have orders of their own: whether they have the same number of samples in total and in a
-            step.
-        peers: if ranks have orders of their own: each rank's number of samples in an epoch and in a step, if known.
+        drawn: order of the user's sampler; None for an order of instep.
+        shared: whether the ranks divide one common order; if False, each rank has an order of its own.
+        peers_even: if ranks have orders of their own: whether all ranks have the same number of samples per epoch and
+            per step.
+        peers: if ranks have orders of their own: number of samples per epoch and per step of each rank, if known.
         single: whether each index is a batch by itself.
         seed_samples: whether to seed random augmentation by sample index.
         pin: whether to put batches into pinned memory.
@@ -89,12 +89,13 @@ class IndexLoader(PreparedLoader):
         self._sizes_of_peers = () if peers_even else tuple(peers)
         self._distributed = drawn is not None and is_distributed(drawn.sampler)
         stateful = drawn is not None and drawn.stateful is not None
-        apart = not (sampler.even or peers_even)  # ranks that end on their own have different positions then
+        # ranks may have different positions, since each ends with its own data
+        apart = not (sampler.even or peers_even)
         self.rank_state = not shared and (stateful or apart)
         self._single = single
         self._pin = pin
         self._workers: DataLoader[Any] | None = None
-        self._started: Any = None  # iterator with workers: that of this pass, or one for all passes if workers persist
+        self._started: Any = None  # iterator with workers: of this pass, or of all passes if workers persist
         self._generator = torch.Generator()
 
     @property
@@ -119,7 +120,7 @@ class IndexLoader(PreparedLoader):
 
     @property
     def epoch_batches(self) -> int | None:
-        # resumed within a step of other ranks, so the number of steps may differ
+        # a pass that was resumed in the middle of a step may have another number of steps
         moved = self.sampler.cursor % self.sampler.per_step
         return self.sampler.steps_of(self.sampler.end) if moved else self.num_batches
 
@@ -147,7 +148,10 @@ class IndexLoader(PreparedLoader):
         self._pending = True
 
     def _share_of(self, batch_idx: int) -> Share:
-        """Return the share of a batch, without `last`. After the end nothing counts."""
+        """Return the share of a batch (samples of this rank and of all), without `last`.
+
+        After the end of the data it is empty.
+        """
         local, total = self.sampler.samples(batch_idx - self.first_batch)
         units = (local, total * self._peers) if self._peers_even else None
         if self._sizes_of_peers and (total or not self.sampler.even):
@@ -211,12 +215,12 @@ class IndexLoader(PreparedLoader):
 
     @property
     def _step_size(self) -> int:
-        """Units that all ranks take in a step; samples if the batch size of a foreign sampler is known."""
+        """Units that all ranks together take in a step: samples, or batches if their size is not known."""
         size = self.loader.batch_size if self._distributed else None
         return self.sampler.per_step * self._peers * (size or 1)
 
     def _own_position(self, state: StateDict) -> int:
-        """Return this rank's position in its own order."""
+        """Return this rank's position in its own order, computed from a saved state."""
         if not self._distributed:
             if state["world_size"] != self.world_size:
                 raise DataError(
@@ -289,13 +293,13 @@ class IndexLoader(PreparedLoader):
             )
 
     def _open(self) -> Iterator[Any]:
-        """Return an iterator over the pass's batches, from the cursor on."""
+        """Return an iterator over the remaining batches of the pass, with or without workers."""
         if self.loader.num_workers == 0:
             return map(self._fetch(), self._indices())
         if self._workers is None:
             self._workers = self._with_workers()
         if not self.loader.persistent_workers:
-            end_workers(self._started)  # a pass that was left early, and is still referenced, has workers
+            end_workers(self._started)  # a pass that was left early may still have workers
         self._generator.manual_seed(derive_seed(self.seed, "workers", self.epoch, self.cycle, self.rank))
         batches, started = start_workers(self._workers)
         if started is not None:
@@ -303,7 +307,7 @@ class IndexLoader(PreparedLoader):
         return batches
 
     def _indices(self) -> Iterator[Any]:
-        """Return this rank's indices, with their seeds if these will be used."""
+        """Return this rank's batches of indices, with seeds if loading them needs seeds."""
         if not self.seed_samples and self.loader.num_workers == 0:
             return iter(self.sampler)
         place = ("sample",) if self.seed_samples else ("batch", self.rank)
@@ -312,7 +316,7 @@ class IndexLoader(PreparedLoader):
         return seeded(indices, *parts, first=self.first_batch, per_sample=self.seed_samples, single=self._single)
 
     def _fetch(self) -> Callable[[Any], Any]:
-        """Return the function that loads a batch from indices, without workers."""
+        """Return the function that loads a batch from its indices in this process, without workers."""
         collate = self.loader.collate_fn
         dataset: Any = SeededDataset(self.dataset, restore=True) if self.seed_samples else self.dataset
         load: Callable[[Any], Any] = getattr(dataset, "__getitems__", None) or partial(load_each, dataset)
@@ -340,13 +344,13 @@ class IndexLoader(PreparedLoader):
         return rebuild(
             self.loader,
             dataset=SeededDataset(self.dataset, restore=False),
-            generator=self._generator,  # without it, starting the iterator would draw from the training's generator
+            generator=self._generator,  # otherwise starting the iterator would draw from the training's generator
             pin_memory=self._pin,
             **batching,
         )
 
     def _name_batch(self, error: Exception, started: Any) -> None:
-        """Add the number of the batch to an error that a worker has passed on."""
+        """Add a note with the number and samples of the batch to an error that was raised in a worker."""
         text = str(error)
         if started is None or not text.startswith("Caught ") or INIT_RAISED in text:
             return
@@ -361,17 +365,21 @@ class IndexLoader(PreparedLoader):
 
 
 def _pinned(batch: Any) -> Any:
-    """Copy a batch into pinned memory. A batch with a tensor on a device is left, since torch cannot pin it."""
+    """Copy a batch into pinned memory.
+
+    A batch with a tensor on a device is returned unchanged, since torch cannot pin it.
+    """
     if any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for _, leaf in iter_leaves(batch)):
         return batch
     return _utils.pin_memory.pin_memory(batch)
 
 
 class _Indices:
-    """Sampler that gives worker processes their indices. It lives only in the main process."""
+    """Sampler that yields the indices for worker processes. It is used only in the main process."""
 
     def __init__(self, source: IndexLoader) -> None:
-        self._source = weakref.proxy(source)  # no reference cycle, so worker processes end when the source is freed
+        # a weak reference makes no cycle, so worker processes end when the source is freed
+        self._source = weakref.proxy(source)
 
     def __iter__(self) -> Iterator[Any]:
         return self._source._indices()

@@ -1,4 +1,4 @@
-"""Sequences of different lengths: batches of similar lengths, and windows that hold several sequences."""
+"""Data of sequences of different lengths: batches of similar lengths, and windows that hold several sequences."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
     in a random order. Pass the sampler as a loader's `batch_sampler`: the Trainer and the Accelerator draw it by (seed,
     epoch), divide its batches over the ranks, and resume it within an epoch at any world size.
 
-    With `max_tokens` the number of batches differs between epochs: `len` is that of the last epoch that was drawn, and
-    an estimate before the first one.
+    With `max_tokens` the number of batches differs between epochs: `len` is the number in the last epoch that was
+    drawn, and an estimate before the first epoch.
 
     Args:
         lengths: length of each sequence, in tokens.
         batch_size: sequences per batch; give either this or `max_tokens`.
-        max_tokens: largest value of a batch's number of sequences times the length of its longest one.
+        max_tokens: largest value of a batch's number of sequences times the length of its longest sequence.
         pool: number of batches that are sorted together. A larger pool needs less padding and is less random.
         shuffle: whether to draw a random order; False for an evaluation.
         drop_last: whether to leave out the last batch of the epoch if it has fewer sequences than `batch_size`.
@@ -98,7 +98,7 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
             yield small
 
     def _cut(self, indices: list[int]) -> Iterator[list[int]]:
-        """Cut sorted indices, shortest sequence first, into batches."""
+        """Cut indices of sequences, sorted from short to long, into batches."""
         batch: list[int] = []
         for index in indices:
             full = len(batch) == self.batch_size
@@ -122,14 +122,14 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Windows of a fixed length, each with as many whole sequences as fit; padding is only at a window's end.
+    """Data set of windows of a fixed length. Each holds several whole sequences, and padding only at its end.
 
-    The sequences are assigned to windows once: the longest comes first, and each goes into the fullest window that has
-    room for it.
+    The sequences are assigned to windows once: the longest sequence first, each into the fullest window that has room
+    for it.
 
     Args:
         dataset: a map-style dataset of sequences: 1-d tensors or lists of token ids.
-        lengths: length of each sequence, in tokens; None reads all sequences once to find out.
+        lengths: length of each sequence, in tokens; None reads all sequences once to get their lengths.
         size: number of tokens in a window.
         padding: token that fills the window after the last sequence.
 
@@ -194,8 +194,8 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
         [[0, 1], [2]]
     """
     windows: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # remaining room -> windows
-    rooms: list[int] = []  # keys of `by_room`, in order
+    by_room: dict[int, list[int]] = {}  # number of free tokens -> indices of the windows that have this number
+    rooms: list[int] = []  # keys of `by_room`, sorted
     for index in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         place = bisect_left(rooms, lengths[index])
         if place == len(rooms):

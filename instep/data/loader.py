@@ -1,4 +1,4 @@
-"""Preparation of a user's loader: ranks run in step, every sample counts once, and a pass can be resumed."""
+"""`prepare_loader`: makes a user's loader run in step on all ranks, count every sample once, and resume."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def prepare_loader(
         world_size: number of these ranks.
         seed: seed of shuffling and workers, the same on all ranks. If the loader or its sampler has a generator, the
             generator's seed is mixed in.
-        shuffle_allowed: whether shuffling is allowed. With False a shuffled loader is read in sequence, and any other
-            repeats the order of its first epoch.
+        shuffle_allowed: whether shuffling is allowed. If False, a shuffled loader is read in sequence, and a loader
+            with another sampler repeats the order of its first epoch.
         use_distributed_sampler: whether to divide the loader; with False every rank iterates it as it is.
         seed_samples: whether to seed random augmentation by (seed, epoch, sample index), independently of world size
             and workers.
         batch_size: batch size to use instead of the loader's: per rank, or of all ranks with `split_batches`.
-        limit: an int counts batches per rank, a float is a fraction of them; None takes all.
-        stage: "train", "val", "test" or "predict"; it names the limit in errors. Only for "train" is a loader's own
-            state kept, for a resume.
+        limit: number of batches per rank (int), or fraction of the batches (float); None for all.
+        stage: "train", "val", "test" or "predict"; it names the limit in errors. A loader's own `state_dict` is kept
+            for a resume only for "train".
         device: device that the batches will be moved to. For CUDA, batches of map-style and dispatched data are put
             into pinned memory, whatever the loader's `pin_memory` is, unless they already have tensors on a device.
         uneven: what to do if ranks have different numbers of batches (never if instep divides the data). "stop" ends
@@ -81,12 +81,13 @@ def prepare_loader(
             them.
         dispatch: True: only rank 0 reads, and sends the other ranks their parts (see `DispatchLoader`). For a plain
             `DataLoader`, rank 0 reads larger batches and slices them, so that each rank gets the loader's batch size.
-            For a loader that makes its own batches, each rank gets whole batches, unless `split_batches` is set. None
-            does this only for data that is probably the same on every rank: iterable data without
+            For a loader that makes its own batches, each rank gets whole batches, unless `split_batches` is set. With
+            None, rank 0 reads only data that is probably the same on every rank: iterable data without
             `use_distributed_sampler=False`, and loaders that instep would have to rebuild.
-        even_batches: whether all ranks run the same number of steps. With False, a rank without more data ends earlier
-            than others; it neither replays a batch with weight 0 nor stops the others. Then `num_batches` differs per
-            rank. In the middle of a dispatched epoch, a batch with fewer samples than ranks is still replayed.
+        even_batches: whether all ranks run the same number of steps. If False, a rank that has no more data ends
+            earlier than the others; it neither replays a batch with weight 0 nor stops the others. Then `num_batches`
+            differs per rank. In the middle of a dispatched epoch, a batch with fewer samples than ranks is still
+            replayed.
         stateful: whether to read a plain `DataLoader`'s iterable data through torchdata's StatefulDataLoader, which
             resumes without reading the data again (`stage="train"` only). For map-style data nothing changes.
         streams: how data without a length is divided, as in `Trainer(streams=...)`. "auto" divides the data if the
@@ -104,7 +105,7 @@ def prepare_loader(
 
     Example:
         >>> from torch.utils.data import DataLoader
-        >>> source = prepare_loader(DataLoader(range(10), batch_size=4))  # one process: all batches are its own
+        >>> source = prepare_loader(DataLoader(range(10), batch_size=4))  # one process gets all batches
         >>> [batch.tolist() for batch in source]
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
@@ -171,7 +172,7 @@ def prepare_loader(
 
 
 def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
-    """Rebuild the loader if it needs another batch size, or torchdata's loader for a state."""
+    """Rebuild the loader if it needs another batch size, or with `stateful` as torchdata's StatefulDataLoader."""
     if batch_size is not None and batch_size != getattr(loader, "batch_size", None):
         if not _can_batch(loader):
             raise _no_batch_size(loader, batch_size)
@@ -184,7 +185,7 @@ def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
 
 
 def _check_spread(loader: Any, world_size: int) -> None:
-    """Raise SettingError for map-style data that would be the same on every rank."""
+    """Raise SettingError if map-style data would be the same on every rank."""
     if _is_map_style(loader) and not _shards_itself(loader):
         raise SettingError(
             f"{type(loader).__name__} would give every one of the {world_size} ranks the same data: instep does not "
@@ -198,7 +199,7 @@ def _check_spread(loader: Any, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Rank, limit and end of a pass: arguments that every kind of loader needs."""
+    """Arguments that all kinds of loaders need: the rank, the limit, and what to do about uneven ranks."""
 
     shard: DataShard
     limit: int | float | None
@@ -206,16 +207,22 @@ class _Pass:
     uneven: str
 
     def steps(self, num_batches: int | None) -> int | None:
-        """Return the limit as a number of batches; None if it keeps all."""
+        """Return the limit as a number of batches; None if it does not leave out any batch."""
         limit = resolve_limit(self.limit, num_batches, self.name)
         return None if limit == math.inf or limit == num_batches else int(limit)
 
     def at_most(self, estimate: int | None) -> int | None:
-        """Return the limit for data with an estimated length. A limit that is a number is the same on all ranks."""
+        """Return the limit as a number of batches, for data with an estimated length.
+
+        An int limit does not use the estimate.
+        """
         return self.steps(None if isinstance(self.limit, int) else estimate)
 
     def everyone(self, mine: Any, kind: str = "") -> list[Any]:
-        """Return every rank's value. If the ranks' loaders are of different kinds, raise on every rank."""
+        """Return the values of all ranks.
+
+        If their loaders are of different kinds, raise DataError on every rank. Collective.
+        """
         pairs = gather_object((kind, mine)) if self.shard.world_size > 1 else [(kind, mine)]
         if any(other != kind for other, _ in pairs):
             kinds = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(pairs))
@@ -225,7 +232,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Partitioning:
-    """Sampler of a map-style loader's indices, and how ranks share it."""
+    """Sampler of the indices of a map-style loader, and whether the ranks divide its order."""
 
     sampler: ShardedSampler
     drawn: ForeignOrder | None
@@ -251,7 +258,7 @@ def _partitioning(
         own = _is_plain_order(inner)
         drawn = None if own else ForeignOrder(inner)
         shuffle = own and shuffle_allowed and type(inner) is RandomSampler
-        order_of = getattr(loader.dataset, "_instep_order_of", None)  # the data set has its own order of shuffling
+        order_of = getattr(loader.dataset, "_instep_order_of", None)  # the data set makes its shuffled order itself
         sampler: ShardedSampler = ShardedBatchSampler(
             len(inner),
             batch_size or batch_sampler.batch_size,
@@ -286,7 +293,10 @@ def _dispatched(
     even: bool,
     pin: bool,
 ) -> PreparedLoader:
-    """Make a loader that rank 0 reads by `read`, in batches of `batch_size`. Each rank gets `size` samples of them."""
+    """Make a `DispatchLoader`.
+
+    Rank 0 reads by `read` in batches of `batch_size`, and each rank gets `size` samples of a batch.
+    """
     from instep.data.dispatch import DispatchLoader  # imported late: only dispatched data needs it
 
     whole = False
@@ -299,7 +309,7 @@ def _dispatched(
 
 
 def _reader(read: Callable[..., PreparedLoader], wanted: _Pass, group: int) -> PreparedLoader:
-    """Make the source that rank 0 reads for all; each step takes `group` batches."""
+    """Make the source that rank 0 reads for all ranks. One step takes `group` of its batches."""
     reader = read()
     batches = reader.num_batches
     whole = None if batches is None else -(-batches // group)
@@ -332,7 +342,8 @@ def _by_index(
                 "divided over them: of each rank's samples only a part is used. Every rank must build the same data "
                 "set; if each rank holds a part of its own, set use_distributed_sampler=False"
             )
-        mine = everyone[0]  # rank 0's generator counts, also if ranks have seeded theirs differently
+        # all ranks use the seed of rank 0's generator, even if they have seeded their generators differently
+        mine = everyone[0]
     lengths, peers = {other["length"] for other in everyone}, list(map(_used_and_step, everyone))
     if not spread.shared and len(lengths) > 1 and wanted.uneven == "join":
         loader = _rebuilt(loader, batch_size, stateful=False)
@@ -360,29 +371,32 @@ def _by_index(
     )
 
 
-_Claim = tuple[int | None, int | None]  # numbers of batches: a reliable one and an estimated one
+_Claim = tuple[int | None, int | None]  # a reliable and an estimated number of batches
 
 
 def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, divide: str | None) -> PreparedLoader:
-    """Prepare a loader by iterating it. `divide` says how its stream is divided; None if it is not."""
+    """Prepare a loader that is iterated as it is.
+
+    `divide` is the way to divide its data over the ranks; None for no division.
+    """
     stateful, rewinds = _stateful_part(loader), None
-    if not resumable:  # without a resume, no state is copied at every batch
+    if not resumable:  # a state is copied at every batch only if it may be needed for a resume
         rewinds, stateful = None if isinstance(loader, DataLoader) else stateful, None
     length, estimate = mine = _lengths(loader)
     everyone = wanted.everyone(mine, "an iterable of batches")
     lengths = [length for length, _ in everyone]
     common: dict[str, Any] = {"uneven": wanted.uneven, "stateful": stateful, "frozen": frozen, "rewinds": rewinds}
     if divide is not None and None in lengths:
-        from instep.streams.loader import DividedLoader  # imported late: only streams pay for it
+        from instep.streams.loader import DividedLoader  # imported late: only data without a length needs it
 
         def sizes(divided: bool) -> tuple[int | None, int | None]:
             estimate = _lengths(loader, wanted.shard.world_size)[1] if divided else None
-            # without an estimate for all ranks, use those of the single ranks
+            # if there is no estimate for all ranks together, use the estimates of the single ranks
             estimate = estimate or _estimate(mine, everyone, wanted)
             return estimate, wanted.at_most(estimate)
 
         return DividedLoader(loader, wanted.shard, ask=divide == "auto", sizes=sizes, resumable=resumable, **common)
-    from instep.data.stream import StreamLoader  # imported late: only data in somebody else's order pays for it
+    from instep.data.stream import StreamLoader  # imported late: only data that is iterated as it is needs it
 
     if None in lengths or (len(set(lengths)) > 1 and wanted.uneven == "join"):
         estimate, length = _estimate(mine, everyone, wanted), None
@@ -393,17 +407,18 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
 
 
 def _estimate(mine: _Claim, everyone: list[_Claim], wanted: _Pass) -> int | None:
-    """Return the estimated number of batches, of this rank if it ends on its own, or else of all ranks."""
+    """Return the estimated number of batches: of this rank if each rank ends on its own, else of all ranks."""
     numbers = mine if wanted.uneven == OWN_END else [number for claim in everyone for number in claim]
     return (max if wanted.uneven == "join" else min)((one for one in numbers if one is not None), default=None)
 
 
 def _lengths(loader: Any, ranks: int = 1) -> _Claim:
-    """Return a reliable and an estimated number of batches, for `ranks` ranks together."""
+    """Return a reliable and an estimated number of batches, if `ranks` ranks divide the data; None if unknown."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         if not isinstance(loader.dataset, Sized):
             return None, None
-        samples = len(loader.dataset)  # not len(loader), after which torch would warn if the data set gives more
+        # len(loader) is not called, since torch would then warn if the data set yields more samples
+        samples = len(loader.dataset)
         size = (loader.batch_size or 1) * ranks
         return None, samples // size if loader.drop_last else -(-samples // size)
     return _length(loader), None
@@ -417,9 +432,9 @@ def _length(items: Any) -> int | None:
 
 
 def _stateful_part(loader: Any) -> Stateful | None:
-    """Return the loader or data set whose own state is the position; None if there is none."""
+    """Return the loader or data set whose own state holds the position in the data; None if there is none."""
     if isinstance(loader, Stateful):
-        sampler = getattr(loader, "sampler", None)  # loaders of torchdata's nodes have no sampler
+        sampler = getattr(loader, "sampler", None)  # loaders of torchdata.nodes have no sampler
         if type(loader).__module__.startswith("torchdata.") and type(sampler) is RandomSampler:
             raise SettingError(
                 "torchdata's StatefulDataLoader resumes wrongly, without a word, with sampler=torch.utils.data."
@@ -435,7 +450,7 @@ def _stateful_part(loader: Any) -> Stateful | None:
 
 
 def _common_length(lengths: list[int], wanted: _Pass, loader: Any) -> int:
-    """Return the number of steps that all ranks run, if each has its own number of batches."""
+    """Return the number of steps that all ranks run, from the number of batches of each rank."""
     if wanted.uneven == OWN_END:
         return max(lengths)
     if len(set(lengths)) > 1:
@@ -476,13 +491,13 @@ def _chosen(dataset: Any) -> str | None:
 
 
 def _used_and_step(of_rank: dict[str, Any]) -> tuple[int, int]:
-    """Return how many units a rank uses in an epoch, and how many in a step."""
+    """Return how many units (samples or batches) a rank uses in an epoch, and how many in a step."""
     length, step = of_rank["length"], of_rank["units of a step"]
     return length - length % step if of_rank["drop_last"] else length, step
 
 
 def _ends(dataset: Any) -> tuple[int, ...]:
-    from instep.data.marks import marks_of_ends  # imported late: one process needs none
+    from instep.data.marks import marks_of_ends  # imported late: a single process does not need it
 
     return marks_of_ends(dataset)
 
@@ -499,7 +514,7 @@ def _has_end(loader: DataLoader[Any]) -> bool:
 
 
 def _index_source(loader: DataLoader[Any]) -> Any:
-    """Return the loader's sampler of whole batches, or of single indices if it does not batch."""
+    """Return the loader's batch sampler, or its sampler of single indices if it does not form batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -531,7 +546,7 @@ def _can_batch(loader: Any) -> bool:
 
 
 def _part_of(size: int, world_size: int) -> int:
-    """Return a rank's part of a batch size."""
+    """Return a rank's part of a batch size; raise SettingError if the batch size does not divide evenly."""
     if size % world_size:
         below = size // world_size * world_size
         nearest = f"{below} or {below + world_size}" if below else f"{world_size}"

@@ -1,4 +1,4 @@
-"""Hashes of samples, with which ranks find out whether they hold the same samples."""
+"""Hashes of samples, by which ranks compare whether they hold the same samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instep.state.rank_records import digest_of
 
 
 def mark_of(batch: Any) -> int:
-    """Hash a batch to a number above 0, or to 0 if it holds something that cannot be compared."""
+    """Hash a batch to a number above 0; return 0 if it holds a value that cannot be compared."""
     parts: list[str] = []
     for _, leaf in iter_leaves(batch):
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_quantized):
@@ -28,7 +28,7 @@ def mark_of(batch: Any) -> int:
 
 
 def marks_of_ends(dataset: Any) -> tuple[int, ...]:
-    """Hash the first and the last sample of data that is read without transforms; return () for other data."""
+    """Hash the first and the last sample of data whose samples have no random transforms; return () for other data."""
     if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format"):
         dataset = dataset.with_format(None)  # transforms of Hugging Face data sets may be random
     elif type(dataset) not in (list, tuple, TensorDataset, torch.Tensor):

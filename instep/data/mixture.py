@@ -1,4 +1,4 @@
-"""A weighted mixture of data sets, in which every sample is used before any is used again."""
+"""`MixtureSampler`: a weighted mixture of data sets, each of which is read completely before a sample is used again."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class MixtureSampler(Sampler[int]):
     """Sampler of a `ConcatDataset` that draws from each of its data sets in proportion to a weight.
 
     Pass it as a loader's `sampler`, with a `torch.utils.data.ConcatDataset` of the same data sets. Each data set is
-    read in a random order, and continues over the epochs: each sample is used once before any is used again. The
-    samples of an epoch depend only on `seed` and the epoch. So the Trainer and the Accelerator can divide them over the
-    ranks, and resume within an epoch at any world size.
+    read in a random order that continues over the epochs: each of its samples is used once before any is used again.
+    The samples of an epoch depend only on `seed` and the epoch. So the Trainer and the Accelerator can divide them over
+    the ranks, and resume within an epoch at any world size.
 
     Args:
         datasets: the data sets, or their lengths.
-        weights: one weight for each data set, in any unit: its share of the samples.
-        size: samples in an epoch, at least the square of the number of data sets. None: as many as it takes until the
-            first data set was read once.
+        weights: one weight for each data set, in any unit; the samples are drawn in proportion to the weights.
+        size: samples in an epoch, at least the square of the number of data sets. None: as many samples as it takes
+            until one of the data sets has been read once.
         seed: seed of all orders.
 
     Raises:
@@ -75,13 +75,17 @@ class MixtureSampler(Sampler[int]):
         yield from order.tolist()
 
     def _used(self, source: int, position: int) -> int:
-        """Return how many samples of a data set come before a position, counted over all epochs."""
+        """Return how many samples of a data set come before a position in the mixture, counted over all epochs."""
         parts = [int(share * position) for share in self.shares]
-        rest = self.shares.index(max(self.shares))  # rounding leaves a rest, which the largest data set gets
+        # samples that are left over by rounding go to the data set with the largest weight
+        rest = self.shares.index(max(self.shares))
         return position - sum(parts) + parts[rest] if source == rest else parts[source]
 
     def _sources(self, begin: int) -> torch.Tensor:
-        """Draw the data set of each sample of the epoch: the number of each is exact, and their order is random."""
+        """Draw the data set of each sample of the epoch.
+
+        The number of samples of each data set is exact; their order is random.
+        """
         end = begin + self.size
         counts = [self._used(source, end) - self._used(source, begin) for source in range(len(self.lengths))]
         every = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

@@ -1,4 +1,4 @@
-"""The user's data in one object: its origin, its splits and its loaders."""
+"""`DataModule`: download, splits and loaders of the user's data in one object."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ D = TypeVar("D", bound="DataModule")
 class DataModule(HyperParameters):
     """Data of a run, from the download to the loaders, in one class.
 
-    Override what you need; a loader method that is not overridden means that there is no such loader. `prepare_data`
-    runs on one process (of each node, with `prepare_data_per_node`), so set attributes in `setup`, which runs on all
-    processes.
+    Override the methods that you need. Without an override of a loader method, there is no loader for its stage.
+    `prepare_data` runs on one process (of each node, with `prepare_data_per_node`), so set attributes in `setup`, which
+    runs on all processes.
 
     Attributes:
         trainer: the Trainer that uses the data, None outside of a run.
@@ -58,7 +58,7 @@ class DataModule(HyperParameters):
         self.trainer: Any = None
         self.prepare_data_per_node = True
 
-    # ---- where the data comes from
+    # ---- preparing the data
 
     def prepare_data(self) -> None:
         """Download and prepare data on disk. Called on one process per node, before `setup`."""
@@ -79,16 +79,16 @@ class DataModule(HyperParameters):
     # ---- loaders
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, or a dict, list or `CombinedLoader` of them."""
+        """Return the training loader, or several loaders in a dict, list or `CombinedLoader`."""
 
     def val_dataloader(self) -> Any:
-        """Return the validation loader, or a list of them."""
+        """Return the validation loader, or a list of validation loaders."""
 
     def test_dataloader(self) -> Any:
-        """Return the test loader, or a list of them."""
+        """Return the test loader, or a list of test loaders."""
 
     def predict_dataloader(self) -> Any:
-        """Return the predict loader, or a list of them."""
+        """Return the predict loader, or a list of predict loaders."""
 
     # ---- batches
 
@@ -105,7 +105,7 @@ class DataModule(HyperParameters):
         return batch
 
     def __str__(self) -> str:
-        """Format the sizes of the data sets, by loader; None for loaders that cannot be made yet."""
+        """Format the sizes of the data sets, by loader; "None" for loaders that cannot be made yet."""
         lines: list[str] = []
         for stage, name in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")):
             try:
@@ -115,14 +115,14 @@ class DataModule(HyperParameters):
             lines.append(f"{{{stage} dataloader: {sizes}}}")
         return os.linesep.join(lines)
 
-    # ---- state of its own, beyond the position in the data, which the Trainer keeps
+    # ---- state of this object, in addition to the position in the data, which the Trainer keeps
 
     def state_dict(self) -> StateDict:
         """Return the state that a checkpoint keeps for this object: tensors and JSON values."""
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
     @classmethod
     def load_from_checkpoint(
@@ -144,7 +144,7 @@ class DataModule(HyperParameters):
         Raises:
             CheckpointError: the folder is not a checkpoint, does not verify, or lacks an argument.
         """
-        # Imported late: the Trainer's checkpoints are read above this floor
+        # Imported late: the module belongs to the Trainer, on which this package must not depend
         from instep.trainer.weights import load_datamodule
 
         return load_datamodule(cls, checkpoint_path, hparams_file, kwargs)
@@ -165,8 +165,8 @@ class DataModule(HyperParameters):
         Args:
             train_dataset: one data set, or several in a list or dict.
             val_dataset: one data set, or several in a list.
-            test_dataset: the same.
-            predict_dataset: the same.
+            test_dataset: one data set, or several in a list.
+            predict_dataset: one data set, or several in a list.
             batch_size: samples per process and batch. A constructor of a subclass with this argument gets it too.
             num_workers: worker processes per loader. A constructor of a subclass with this argument gets it too.
             **options: passed to the constructor of a subclass.
@@ -208,7 +208,7 @@ def _sizes(loaders: Any) -> str:
 
 
 def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
-    """Make a plain loader of a data set; for several data sets, make one of each, in the same collection."""
+    """Make a plain loader of a data set. For a collection of data sets, return the same collection of loaders."""
     if isinstance(datasets, Mapping):
         return {name: _loader(dataset, batch_size, num_workers, shuffle) for name, dataset in datasets.items()}
     if isinstance(datasets, Sequence) and not hasattr(datasets, "__getitems__"):

@@ -1,8 +1,8 @@
-"""Slices of batches with any nested structure.
+"""`Splitter`: cuts slices out of batches with any nested structure, and counts their samples.
 
 A list of tensors may hold columns (each as long as the batch) or samples, and the list itself does not show which. A
-wrong guess would silently train on wrong data. So a list is split only if one of the two is certain: by the known batch
-size, by the types of the items, or by an earlier batch.
+wrong guess would silently train on wrong data. So a list is split only if its meaning is certain from the known batch
+size, the types of the items, or an earlier batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Splitter:
     """Splitter of batches, which also counts their samples.
 
     Tensors are split in dimension 0. Lists and tuples of samples are split by their items, if there are as many as
-    samples. In mappings, dataclasses, named tuples, and lists or tuples of columns, each value is split. Everything
-    else is left whole.
+    samples. In mappings, dataclasses, named tuples, and lists or tuples of columns, each value is split. Other objects
+    are not split.
 
     Args:
-        columns: whether a list that may be one of columns or of samples is taken as one of columns, since torch's own
-            collation makes no others.
+        columns: whether a list that may hold columns or samples is taken to hold columns, since torch's own collation
+            makes only lists of columns.
 
     Example:
         >>> splitter = Splitter()
@@ -42,7 +42,8 @@ class Splitter:
 
     def __init__(self, columns: bool = False) -> None:
         self._columns = columns
-        # What is certain by place in the structure: True for columns, False for samples, None for a list of neither.
+        # What is known of a list, by its place in the structure: True if it holds columns, False for samples, None for
+        # neither.
         self._known: dict[tuple[Any, ...], bool | None] = {}
 
     def count(self, batch: Any, size: int | None = None, exact: bool = False) -> int | None:
@@ -60,7 +61,7 @@ class Splitter:
             return self._guess(batch, None)
         options, _ = _lengths(batch)
         if not options:
-            return find_batch_size(batch)  # None, or tensors that disagree, of which `part` raises an error
+            return find_batch_size(batch)  # None; or tensors of different lengths, for which `part` raises an error
         found = size if exact and size in options else None if exact else self._guess(batch, size)
         if found is None or found > size:
             least = find_batch_size(batch)
@@ -72,7 +73,7 @@ class Splitter:
         return found
 
     def _guess(self, batch: Any, size: int | None) -> int | None:
-        """Return the number of samples if it is not known."""
+        """Return the number of samples of a batch, found from its structure; raise DataError if it is ambiguous."""
         options, tensors = _lengths(batch)
         if options is None:
             return None
@@ -96,7 +97,9 @@ class Splitter:
         return next(iter(options), find_batch_size(batch))
 
     def part(self, data: Any, rows: int | None, begin: int, end: int, *, place: tuple[Any, ...] = ()) -> Any:
-        """Return the samples from `begin` to `end` of a batch of `rows`. `place` is the place of `data` in the batch.
+        """Return the samples from `begin` to `end` of a batch of `rows` samples.
+
+        `place` is the place of `data` in the batch.
 
         Raises:
             DataError: a tensor has another number of rows, or a list could be split in two ways.
@@ -122,7 +125,8 @@ class Splitter:
             instance = copy.copy(data)
             for field in dataclasses.fields(data):
                 value = self.part(getattr(data, field.name), rows, begin, end, place=(*place, field.name))
-                object.__setattr__(instance, field.name, value)  # the setter of object, since the class may be frozen
+                # the setter of `object`, since the dataclass may be frozen
+                object.__setattr__(instance, field.name, value)
             return instance
         leaf: Any = data
         shape = getattr(leaf, "shape", ())
@@ -140,7 +144,7 @@ class Splitter:
         common, tensors = _common(data)
         columns, samples = common is not None and rows in common, len(data) == rows
         if not tensors and self._known.get(place, False) is None:
-            return None  # a smaller batch may have as many samples as the list has items only by chance
+            return None  # in a smaller batch, the number of samples may equal the number of items by chance
         if not columns and not samples:
             if not tensors and self._known.setdefault(place) is not None:
                 raise DataError(
@@ -174,7 +178,7 @@ def _is_list(data: Any) -> bool:
 
 
 def _lengths(data: Any) -> tuple[set[int] | None, bool]:
-    """Return the possible numbers of samples of a structure (None: any), and whether tensors determine them."""
+    """Return the possible numbers of samples in a structure (None: any number), and whether tensors determine them."""
     if _is_list(data):
         common, tensors = _common(data)
         return {len(data)} | (common or set()), tensors
@@ -189,7 +193,10 @@ def _lengths(data: Any) -> tuple[set[int] | None, bool]:
 
 
 def _common(values: Iterable[Any]) -> tuple[set[int] | None, bool]:
-    """Return `_lengths` of values that are columns of one batch. Tensors decide over lists, which may be notes."""
+    """Return the same as `_lengths`, for values that are columns of one batch.
+
+    Lengths of tensors take precedence over lengths of lists.
+    """
     firm: set[int] | None = None
     soft: set[int] | None = None
     for value in values:
@@ -206,7 +213,7 @@ def _common(values: Iterable[Any]) -> tuple[set[int] | None, bool]:
 
 
 def _kind(data: Any) -> Any:
-    """Return a key that is the same for all values of one column."""
+    """Return a key of a value's type, which is the same for all values of one column."""
     if isinstance(data, torch.Tensor):
         return data.dtype, data.ndim
     if isinstance(data, (list, tuple)):
@@ -215,5 +222,5 @@ def _kind(data: Any) -> Any:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return True if a value of this kind can be a column, because its own items are of one kind."""
+    """Return True if a value with this key can be a column, because its items have the same type."""
     return not (isinstance(kind, tuple) and isinstance(kind[1], frozenset) and len(kind[1]) > 1)

@@ -1,9 +1,9 @@
-"""Sizes of batches: of the current one (`Share`) and of a whole pass (`Plan`), and the weights of losses by them.
+"""Numbers of samples in the current batch (`Share`) and in a whole pass (`Plan`), and the weights of losses from them.
 
-`window_scale` and `gradient_correction` compute the weights in accumulation windows whose batches weigh differently.
-The Trainer's step and the Accelerator's backward call them; if all batches weigh the same, they divide by the number of
-batches instead. A window has `accumulate` batches, or fewer at the end of the pass. Windows are counted from the batch
-`origin`, with which the first window of this size began. A resumed pass also begins a window. `derive` and
+`window_scale` and `gradient_correction` compute the weights in accumulation windows whose batches have different sizes.
+The Trainer's step and the Accelerator's backward call them. If all batches have the same size, the loss is only divided
+by the number of batches. A window has `accumulate` batches, or fewer at the end of the pass. Windows are counted from
+the batch `origin`, with which the first window of this size began. A resumed pass also begins a window. `derive` and
 `derive_phases` split a global batch over processes and micro-batches.
 """
 
@@ -18,14 +18,14 @@ from instep.errors import DataError, SettingError
 
 
 class Share(NamedTuple):
-    """Samples of one batch, over the ranks.
+    """Number of samples in one batch, on this rank and on all ranks.
 
     Attributes:
-        mine: number of this rank's samples that count: 0 for a replay, None if unknown.
+        mine: number of this rank's samples that count: 0 if the rank only replays a batch, None if unknown.
         all: number of samples of all ranks together; None if unknown.
         last: whether the batch is the pass's last one.
-        units: weights of this rank and of all ranks in a common unit (samples, or else batches); None if all ranks
-            weigh the same.
+        units: weight of this rank and sum of the weights of all ranks, in samples, or in batches if samples are
+            unknown; None if all ranks have the same weight.
     """
 
     mine: int | None = None
@@ -40,15 +40,16 @@ class Plan:
     Args:
         first: number of the pass's first batch.
         total: number of the epoch's batches on this rank, with the limit; None if unknown.
-        uniform_until: all batches with a lower number have the same number of samples, on every rank; `sys.maxsize`:
-            all batches have.
-        alike: whether all ranks have the same number of samples in every batch; always so for one rank.
+        uniform_until: batch number below which all batches have the same number of samples, on every rank;
+            `sys.maxsize` if this is true of all batches.
+        alike: whether all ranks have the same number of samples in every batch; always True with one rank.
         total_is_final: whether `total` decides where the pass ends; else the data does, and `total` is an estimate.
         longest_total: `total` of the rank with the most batches, if some ranks end earlier.
-        share_of: function that returns the share of any batch by its number; None if only that of the current batch is
-            known.
-        sizes_seen: function that returns the samples of all ranks in each already yielded batch from one number to
-            another, for data whose sizes are not known earlier; empty if the batches weigh the same.
+        share_of: function that returns the share of any batch by its number; None if only the share of the current
+            batch is known.
+        sizes_seen: function of two batch numbers that returns the samples of all ranks in each yielded batch between
+            them, for data whose sizes are not known in advance; its result is empty if all batches have the same
+            weight.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class Plan:
         self.longest_total = total if longest_total is None else longest_total
         self.share_of = share_of
         self.sizes_seen = sizes_seen
-        self._window: tuple[int, int, int] = (-1, -1, 0)  # begin, end and units of the last requested window
+        # begin, end and total weight of the window that was last requested
+        self._window: tuple[int, int, int] = (-1, -1, 0)
 
     @property
     def uniform(self) -> bool:
-        """Whether every batch of the pass weighs the same, on every rank."""
+        """Whether every batch of the pass has the same number of samples, on every rank."""
         return self.uniform_until == sys.maxsize or (self.total is not None and self.uniform_until >= self.total)
 
     def full_batches(self, accumulate: int, origin: int = 0) -> int:
@@ -88,7 +90,10 @@ class Plan:
         return end if end == sys.maxsize else origin + (end - origin) // accumulate * accumulate
 
     def window_of(self, batch_idx: int, accumulate: int, origin: int = 0) -> tuple[int, int]:
-        """Return the first batch of a batch's window, and the number after its last; by default of a full window."""
+        """Return the first batch of a batch's optimizer window, and the number after its last batch.
+
+        The window is taken as full if the end of the data is unknown.
+        """
         start = batch_idx - (batch_idx - origin) % accumulate
         stop = start + accumulate
         if self.total_is_final and self.longest_total is not None:
@@ -101,7 +106,7 @@ class Plan:
         return not self.total_is_final or self.sizes_seen is not None
 
     def window_units(self, start: int, stop: int) -> int:
-        """Return the sum of all ranks' units in the batches from `start` to `stop`."""
+        """Return the total weight (`Share.units`) of all ranks in the batches from `start` to `stop`."""
         if self._window[:2] != (start, stop):
             assert self.share_of is not None
             units = [self.share_of(number).units for number in range(start, stop)]
@@ -109,12 +114,12 @@ class Plan:
         return self._window[2]
 
     def seen_in_window(self, start: int, batch_idx: int) -> Sequence[int]:
-        """Return the samples of the window's batches up to this one; empty if they are not needed or unknown."""
+        """Return the numbers of samples in the window's batches up to `batch_idx`; empty if not needed or unknown."""
         return () if self.sizes_seen is None else self.sizes_seen(start, batch_idx + 1)
 
 
 class Sizes(Protocol):
-    """The sizes that a source of batches knows; every `BatchSource` is one."""
+    """Protocol of a source that knows the sizes of its batches, such as a `BatchSource`."""
 
     world_size: int
     share: Share
@@ -124,7 +129,10 @@ class Sizes(Protocol):
 
 
 def rank_weight(source: Sizes) -> float:
-    """Return the weight of this rank's mean over the current batch in the mean over ranks; 1 if all are alike."""
+    """Return the factor of this rank's mean loss, with which the mean over ranks is the mean over samples.
+
+    It is 1 if all ranks have the same number of samples.
+    """
     units = source.share.units
     return 1.0 if units is None else units[0] * source.world_size / units[1]
 
@@ -134,12 +142,12 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0
 
     Multiply the mean loss over this rank's batch by the factor. When gradients are then averaged over ranks and added
     up over the window, the result is the mean over all samples of the window. If the sizes are not known beforehand,
-    the batches are weighed against the window's first one, which counts as full, and `gradient_correction` corrects the
-    gradients at the window's end. Batches whose samples cannot be counted weigh the same.
+    a batch is weighed relative to the window's first batch, which counts as full, and `gradient_correction` corrects
+    the gradients at the window's end. Batches whose samples cannot be counted have the same weight.
 
     Args:
         source: source of the batches; its current batch is `batch_idx`.
-        batch_idx: the batch's number in the epoch.
+        batch_idx: number of the batch in the epoch.
         accumulate: batches in a full window.
         origin: batch from which windows are counted.
 
@@ -165,10 +173,10 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0
 
 
 def gradient_correction(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0) -> float:
-    """Return the factor for the gradients after this batch, before the optimizer's step.
+    """Return the factor for the gradients at the end of a window, before the optimizer's step.
 
-    The factor is 1, unless sizes were unknown when `window_scale` was called, and the window is shorter than expected
-    or its batches differ in size.
+    The factor is 1, unless the sizes were unknown when `window_scale` was called, and the window is shorter than
+    expected or its batches differ in size.
     """
     plan = source.plan
     if not plan.corrects:
@@ -217,16 +225,16 @@ def derive(global_batch_size: int, world_size: int, loader_batch_size: int) -> t
 
 
 def derive_phases(sizes: Mapping[int, int], world_size: int, loader_batch_size: int) -> tuple[int, dict[int, int]]:
-    """Split global batches that grow over a run into micro-batches of one size, with more of them per optimizer step.
+    """Split global batches of changing size into micro-batches of one size: only their number per step changes.
 
     Args:
-        sizes: samples per optimizer step over all processes, by the optimizer step from which this size holds.
+        sizes: dict from an optimizer step to the samples per optimizer step, over all processes, from then on.
         world_size: processes that share the data.
         loader_batch_size: the largest size of a micro-batch.
 
     Returns:
-        Samples per micro-batch and process (the largest number that divides all sizes exactly), and the micro-batches
-        per optimizer step, by the optimizer step from which they hold.
+        Samples per micro-batch and process (the largest number that divides all sizes exactly); and a dict from an
+        optimizer step to the number of micro-batches per optimizer step from then on.
 
     Raises:
         SettingError: a global batch does not divide over the processes.
@@ -242,13 +250,13 @@ def derive_phases(sizes: Mapping[int, int], world_size: int, loader_batch_size: 
 
 
 def phase_at(phases: Mapping[int, int], step: int) -> tuple[int, int | float]:
-    """Return the value that holds at a step, given values by their first step, and the step at which it ends."""
+    """Return the value at a step, and the step of its next change. `phases` maps a value's first step to it."""
     holds = max(begin for begin in phases if begin <= step)
     return phases[holds], min((begin for begin in phases if begin > step), default=math.inf)
 
 
 def steps_in_phases(batches: int, epochs: int, phases: Mapping[int, int]) -> int:
-    """Return the optimizer steps of this number of epochs, if the micro-batches per step change at given steps."""
+    """Return the number of optimizer steps in `epochs` epochs, if the micro-batches per step change at given steps."""
     step = 0
     for _ in range(epochs):
         left = batches

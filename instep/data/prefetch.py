@@ -1,8 +1,8 @@
-"""The move of batches to a device. On CUDA a copy runs while the device still computes the previous step.
+"""Moving batches to a device. On CUDA a copy runs while the device still computes the previous step.
 
-The host is ahead of the device: when it asks for the next batch the device is busy with the previous step. The copy
-runs on a side stream, so it does not wait for that step; the stream of the steps waits only for the copy. No batch is
-read ahead for this, so positions, random numbers and `share` are the same as without a side stream.
+The host is ahead of the device: when the host requests the next batch, the device is still busy with the previous step.
+The copy runs on a side stream, so it does not wait for that step. The main stream waits only for the copy. No batch is
+read ahead, so positions, random numbers and `share` are the same as without a side stream.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Stage: TypeAlias = Callable[[Any], Any]
 def batches_through(
     source: Iterable[Any], stages: Sequence[Stage], device: torch.device, after: Stage | None = None
 ) -> Iterator[Any]:
-    """Yield the source's batches after the stages that bring them to the device.
+    """Yield the source's batches, each passed through functions that bring it to the device.
 
     Args:
         source: batches on the host.
         stages: functions that a batch passes in this order; empty if it is not changed. On CUDA they run on a side
             stream.
         device: device that the batches are moved to.
-        after: function that changes the moved batch, on the stream of the steps.
+        after: function that changes the moved batch, on the main stream.
     """
     if device.type == "cuda" and stages:
         return prefetch(source, _chain(stages), device, after=after)
@@ -58,11 +58,12 @@ def prefetch(
     Args:
         source: batches on the host. Copies overlap with computation only if the batches are in pinned memory.
         transfer: function that moves a batch with `non_blocking=True`. It runs on the side stream, so it must not use
-            what the step writes, such as parameters. Two kinds of batches are moved on the stream of the steps instead:
-            those with objects other than tensors, numbers and texts, because the allocator cannot learn who uses the
-            tensors inside them; and those with tensors on the device, which that stream may still compute.
+            values that the step writes, such as parameters. Two kinds of batches are moved on the main stream instead:
+            batches with objects other than tensors, numbers and texts, because the allocator cannot learn which stream
+            uses tensors inside these objects; and batches with tensors on the device, which the main stream may still
+            be computing.
         device: the CUDA device; None for the current one.
-        after: function that changes the moved batch, on the stream of the steps.
+        after: function that changes the moved batch, on the main stream.
 
     Example:
         >>> for batch in prefetch(loader, lambda batch: batch.to("cuda", non_blocking=True)):  # doctest: +SKIP
@@ -77,7 +78,7 @@ def prefetch(
             current.wait_stream(side)
             for _, leaf in iter_leaves(moved):
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                    leaf.record_stream(current)  # without this the next copy could reuse the memory too early
+                    leaf.record_stream(current)  # otherwise the next copy could reuse the memory too early
         else:
             moved = transfer(batch)
         yield moved if after is None else after(moved)

@@ -1,4 +1,4 @@
-"""Errors of reading a batch, by cause: a dead worker, samples that cannot be stacked, an error in a worker."""
+"""Clearer errors if reading a batch fails: a dead worker, samples that cannot be stacked, an error in a worker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ _OF_LISTS = "each element in list of batch should be of equal size"
 
 
 def explain(error: Exception, started: Any) -> DataError | None:
-    """Return the error that names the cause. Return None if the error names it itself, and put it in its first line.
+    """Return an error that names the cause of `error`.
+
+    If `error` itself names it, move the cause into its first line and return None.
 
     Args:
         error: error that reading a batch raised.
-        started: what `start_workers` returned.
+        started: the second value that `start_workers` returned.
     """
     found = worker_failure(error, started) or _uneven(error)
     if found is None:
@@ -47,7 +49,7 @@ def _uneven(error: Exception) -> ShapeMismatchError | None:
 
 
 def _lead_with_cause(error: Exception) -> None:
-    """Put a worker's own error at the beginning of torch's text, which begins with "Caught"."""
+    """Put the text of a worker's error in front of torch's text, which begins with "Caught"."""
     text = error.args[0] if len(error.args) == 1 else None
     if not isinstance(text, str) or not text.startswith("Caught "):
         return

@@ -1,14 +1,14 @@
-"""Slices of an epoch's order for each rank: a pure function of (seed, epoch, cursor).
+"""Samplers that divide the order of an epoch over the ranks, as a pure function of (seed, epoch, cursor).
 
 Invariants, for any length, batch size and world size:
 
-- every rank runs the same number of steps (with `even=False` a rank without samples leaves the last step out);
-- every sample of the epoch belongs to exactly one rank and step (a rank without one replays a sample with weight 0);
+- every rank runs the same number of steps (but with `even=False`, a rank without samples leaves the last step out);
+- every sample of the epoch belongs to exactly one rank and step (a rank without a sample replays one with weight 0);
 - a step takes consecutive samples of the epoch's order, so that an optimizer window holds the same samples at every
   world size, as long as the global batch is the same;
-- a pass may begin at any cursor, also if the samples before it had another world size and batch size.
+- a pass may begin at any position, even if the samples before it were read with another world size or batch size.
 
-Positions are counted in units: samples if instep makes the batches, else whole batches.
+Positions (cursors) are counted in units: samples if instep makes the batches, else whole batches.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from instep.errors import SettingError
 from instep.utils.checks import at_least
 from instep.utils.seed import derive_seed
 
-_ROWS = 1024  # batches turned into lists at once: enough to be cheap, few enough to start quickly
+_ROWS = 1024  # number of batches converted to lists at once: large enough to be cheap, small enough to start quickly
 
 Draw: TypeAlias = Callable[[int, int, int], "Sequence[Any] | torch.Tensor"]
 
 
 class ShardedSampler(ABC):
-    """Slices of an epoch's order, one for each step of this rank.
+    """Base class of samplers that yield this rank's slice of an epoch's order, step by step.
 
-    Iterating yields the indices of the steps from `cursor` to the end. It does not move the cursor.
+    Iteration yields the indices of each step from `cursor` to the end, and does not move the cursor.
 
     Args:
         draw: function that draws the epoch's units by (seed, epoch, cycle), the same on all ranks.
@@ -41,11 +41,11 @@ class ShardedSampler(ABC):
         seed: seed of the order, the same on all ranks.
         rank: this rank.
         world_size: number of ranks that share the data.
-        drop_last: whether to leave out a last step that is not full.
+        drop_last: whether to leave out the last step if it is not full.
         even: whether a rank without samples in the last step replays a sample in it.
 
     Attributes:
-        cursor: units of the epoch that were used before the pass.
+        cursor: number of units of the epoch that were used before the pass.
         limit_steps: largest number of steps in an epoch, counted from its start; None for all.
         stop: largest number of units in this epoch; None for all.
     """
@@ -72,12 +72,12 @@ class ShardedSampler(ABC):
 
     @property
     def length(self) -> int:
-        """Units in the epoch."""
+        """Number of units (samples or batches) in the epoch."""
         return len(self.order)
 
     @property
     def order(self) -> Sequence[Any] | torch.Tensor:
-        """Units of the epoch, in the order that all ranks share: a range, an int64 tensor, or a list of other keys."""
+        """Units of the epoch in the common order of all ranks: a range, an int64 tensor, or a list of other keys."""
         wanted = (self.seed, self.epoch, self.cycle)
         if self._drawn_for != wanted:
             self._order = self._keep(self._draw(*wanted))
@@ -85,16 +85,16 @@ class ShardedSampler(ABC):
         return self._order
 
     def _keep(self, order: Sequence[Any] | torch.Tensor) -> Sequence[Any] | torch.Tensor:
-        """Return the form in which a drawn order is kept."""
+        """Return a drawn order in the form in which it is kept."""
         return order
 
     def redraw(self) -> None:
-        """Forget the order, because what it is drawn from has changed."""
+        """Forget the order, because the sampler from which it is drawn has changed."""
         self._drawn_for: tuple[int, int, int] | None = None
 
     @property
     def end(self) -> int:
-        """Units of the epoch that are used: all, or fewer with `limit_steps` and `stop`."""
+        """Number of units of the epoch that are used: all, or fewer with `limit_steps` and `stop`."""
         length = self.length if self.stop is None else min(self.length, self.stop)
         return length if self.limit_steps is None else min(length, self.limit_steps * self.per_step)
 
@@ -112,11 +112,11 @@ class ShardedSampler(ABC):
 
     @property
     def steps(self) -> int:
-        """Steps from the cursor to the end, for the rank that has the most."""
+        """Number of steps from the cursor to the end, for the rank that has the most steps."""
         return self.steps_of(max(0, self.end - self.cursor))
 
     def steps_of(self, units: int) -> int:
-        """Return the number of steps in which the ranks take this number of units."""
+        """Return the number of steps that the ranks need for this number of units."""
         return units // self.per_step if self.drop_last else -(-units // self.per_step)
 
     def __len__(self) -> int:
@@ -127,24 +127,24 @@ class ShardedSampler(ABC):
 
     @property
     def full_steps(self) -> int:
-        """Number of first steps after the cursor that are full on every rank."""
+        """Number of full steps from the cursor on, before the first step that is not full."""
         return max(0, self.end - self.cursor) // self.per_step
 
     @property
     @abstractmethod
     def even_steps(self) -> int:
-        """Number of first steps after the cursor that have the same number of samples, on every rank."""
+        """Number of steps from the cursor on, before the first step in which a rank has another number of samples."""
 
     @abstractmethod
     def samples(self, step: int) -> tuple[int, int]:
-        """Return the numbers of samples in a step that count.
+        """Return how many samples of a step count, on this rank and on all ranks.
 
         Args:
             step: number of the step, counted from the cursor.
 
         Returns:
-            The number for this rank (0 for a replay) and for all ranks; (0, 0) after the end. If the sizes of batches
-            are not known, batches are counted instead, and `counted` is False.
+            The number on this rank (0 if it replays a sample) and on all ranks; (0, 0) after the end. If the sizes of
+            batches are not known, batches are counted instead of samples, and `counted` is False.
         """
 
     @property
@@ -163,8 +163,9 @@ class ShardedSampler(ABC):
 class ShardedBatchSampler(ShardedSampler):
     """Batches of sample indices for this rank, from one order that all ranks share.
 
-    Step t takes the next `world_size * batch_size` samples of the order; rank i gets the i-th slice of `batch_size`. A
-    shorter last step is divided evenly. The order of a shuffled epoch is a permutation drawn by (seed, epoch, cycle).
+    Step t takes the next `world_size * batch_size` samples of the order, and rank i gets the i-th slice of `batch_size`
+    samples. A shorter last step is divided evenly. The order of a shuffled epoch is a permutation drawn by (seed,
+    epoch, cycle).
 
     Args:
         length: number of samples.
@@ -173,7 +174,7 @@ class ShardedBatchSampler(ShardedSampler):
         seed: seed of the order, the same on all ranks.
         rank: this rank.
         world_size: number of ranks that share the data.
-        drop_last: whether to leave out a last step that is not full on every rank.
+        drop_last: whether to leave out the last step if it is not full on every rank.
         even: whether a rank without samples in the last step replays a sample in it.
         order: function that draws the order by (seed, epoch, cycle), the same on all ranks; it replaces `length` and
             `shuffle`.
@@ -216,7 +217,10 @@ class ShardedBatchSampler(ShardedSampler):
         return len(self.order) if self._length is None else self._length
 
     def _slice(self, step: int) -> tuple[int, int]:
-        """Return begin and end of this rank's samples in the order; they are equal for a replay."""
+        """Return begin and end of this rank's samples in the order.
+
+        They are equal if this rank has no sample in the step.
+        """
         start = self.cursor + step * self.per_step
         have = max(0, min(self.per_step, self.end - start))
         if have == self.per_step:
@@ -235,7 +239,7 @@ class ShardedBatchSampler(ShardedSampler):
 
     def indices(self, step: int) -> list[Any]:
         begin, end = self._slice(step)
-        if begin == end:  # this rank has no sample in the step, so it replays the first one with weight 0
+        if begin == end:  # this rank has no sample in the step, so it replays the step's first sample with weight 0
             begin = self.cursor + step * self.per_step
             end = begin + 1
         return _as_list(self.order[begin:end])
@@ -258,8 +262,8 @@ class ShardedBatchSampler(ShardedSampler):
 class ShardedBatches(ShardedSampler):
     """Sampler that divides whole batches over the ranks, for a user's own `batch_sampler`.
 
-    In step t, rank i takes batch `t * world_size + i`. In a last step with fewer batches than ranks, the ranks without
-    a batch replay the step's first one with weight 0.
+    In step t, rank i takes batch `t * world_size + i`. If the last step has fewer batches than there are ranks, ranks
+    without a batch replay the step's first batch with weight 0.
 
     Args:
         draw: function of (seed, epoch, cycle) that returns the list of batches, the same on all ranks.
@@ -325,11 +329,12 @@ class ShardedBatches(ShardedSampler):
 class SplitBatches(ShardedBatches):
     """Sampler that gives each rank a slice of every batch, for batches that instep did not form.
 
-    Each batch is divided evenly. If it has fewer samples than there are ranks, the ranks without one replay its first.
+    Each batch is divided evenly. If a batch has fewer samples than there are ranks, ranks without a sample replay the
+    batch's first sample.
 
     Args:
         draw: function that draws the batches by (seed, epoch, cycle), the same on all ranks.
-        partitioning: as in `ShardedBatches`.
+        partitioning: other arguments, as in `ShardedBatches`.
     """
 
     def __init__(self, draw: Draw, **partitioning: Any) -> None:
@@ -354,7 +359,10 @@ class SplitBatches(ShardedBatches):
 
 
 def local_slice(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return begin and end of a rank's slice of `size` samples. Slices are even; the first ranks may have one more."""
+    """Return begin and end of a rank's slice of `size` samples.
+
+    Slices are of equal length, but the first ranks may have one sample more.
+    """
     part, extra = divmod(size, world_size)
     begin = rank * part + min(rank, extra)
     return begin, begin + part + (rank < extra)

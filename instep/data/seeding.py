@@ -1,10 +1,10 @@
 """Random augmentation that a resumed run repeats bit for bit.
 
-Random numbers for data are drawn in three places. In workers: each index list carries a seed, with which the worker
-seeds its generators before the batch. With `seed_samples`: the generators are seeded for every sample, also in the main
-process, where the generators of the training are restored afterwards. In loaders that are not instep's: what they draw
-in the main process comes from a separate stream (`RandomStream`), so that it depends neither on the training nor on how
-far ahead batches are read.
+Random numbers for data are drawn in three places. In workers, each list of indices carries a seed, with which the
+worker seeds its generators before it loads the batch. With `seed_samples`, the generators are seeded for every sample,
+also in the main process, where the generators of the training are restored afterwards. Loaders that instep iterates as
+they are draw in the main process from a separate stream (`RandomStream`), so that their numbers depend neither on the
+training nor on how far ahead batches are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instep.utils.seed import derive_seed
 def seed_generators(seed: int) -> None:
     """Seed the CPU generators of Python, of numpy (if it is loaded) and of torch.
 
-    This does not call `torch.manual_seed`, which seeds accelerators too; workers must not touch those.
+    This does not call `torch.manual_seed`, which also seeds accelerators: workers must not use accelerators.
     """
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -58,7 +58,7 @@ class RandomStream:
         self._numpy: Any = None
 
     def at(self, *parts: int | str, watch: bool = False) -> RandomStream:
-        """Choose the place in the stream.
+        """Set the seed of the next `with` block, and return this object.
 
         Args:
             *parts: values from which the seed is derived, in addition to those of the stream.
@@ -72,7 +72,8 @@ class RandomStream:
         numpy_generator = None
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"].random
-            numpy_generator = numpy.get_bit_generator()  # exchanged, since copying its state takes 40 us
+            # the generator object is exchanged, since copying its state would take 40 us
+            numpy_generator = numpy.get_bit_generator()
             self._numpy = self._numpy or numpy.MT19937(0)
             numpy.set_bit_generator(self._numpy)
         self._outside = (random.getstate(), torch.get_rng_state(), numpy_generator)
@@ -104,7 +105,7 @@ class SeededBatch(list[Any]):
 
     Args:
         indices: the indices.
-        seed: seed of the batch, or with `per_sample` the seed from which that of each sample is derived.
+        seed: seed of the batch; with `per_sample`, the seed from which the seed of each sample is derived.
         per_sample: whether to seed each sample by its index.
     """
 
@@ -117,7 +118,7 @@ class SeededBatch(list[Any]):
 
 
 class SeededIndex(NamedTuple):
-    """Index of a sample with its seed, for a loader that does not batch."""
+    """Index of a sample with its seed, for a loader that does not form batches."""
 
     index: Any
     seed: int
@@ -125,11 +126,11 @@ class SeededIndex(NamedTuple):
 
 
 class SeededDataset:
-    """Wrapper of a data set that seeds the random generators as the indices require.
+    """Wrapper of a data set that seeds the random generators before loading, with the seeds that come with the indices.
 
     Args:
         dataset: a map-style data set.
-        restore: whether to restore the process's generators after each batch (for the main process).
+        restore: whether to restore the process's generators after each batch, as the main process needs.
     """
 
     def __init__(self, dataset: Any, restore: bool) -> None:
@@ -174,7 +175,7 @@ class SeededDataset:
 
 
 def load_each(dataset: Any, indices: Any) -> list[Any]:
-    """Load the samples with these indices. An error of the data set gets a note with the index."""
+    """Load the samples with these indices. If the data set raises an error, the error gets a note with the index."""
     at = None
     try:
         return [dataset[at := index] for index in indices]
@@ -204,8 +205,8 @@ def seeded(batches: Iterator[Any], *parts: int | str, first: int, per_sample: bo
         batches: index lists, or single indices.
         *parts: values from which the seeds are derived.
         first: the number of the first batch in the epoch.
-        per_sample: whether to seed by sample, not by batch.
-        single: whether the items are single indices.
+        per_sample: whether to seed each sample, instead of each batch.
+        single: whether `batches` yields single indices.
     """
     whole = derive_seed(*parts)
     for number, indices in enumerate(batches, first):

@@ -1,14 +1,15 @@
-"""A loader that is iterated as it is: in an order that instep does not know, perhaps without a length.
+"""`StreamLoader`: a loader that is iterated as it is, in an order that instep does not know, perhaps without a length.
 
-The end of the data is found in one of three ways. With a trusted length, nothing is read ahead. Without one, a single
-process reads one batch ahead. Several processes read two batches ahead: while the first is used, the ranks agree on
-which of them have the second, so that neither the step nor the reading waits.
+The end of the data is found in one of three ways. With a reliable length, nothing is read ahead. Without a reliable
+length, a single process reads one batch ahead. Several processes read two batches ahead: while a batch is used, the
+ranks agree on how many of them have the next one, so that neither the step nor the reading waits.
 
-A state is the loader's or data set's own `state_dict`, taken before each batch is read, or else a number of batches to
-read and throw away. Random numbers that are drawn while a batch is read come from a separate stream for each batch, so
-they do not change if the batch is read ahead or read again. If the first three batches drew no random
-numbers, only every 64th later one is read with its own stream and checked, since checking costs time. If one draws
-after all, every later batch has its own stream again, and a warning says that a resume may differ.
+The saved position is the loader's or data set's own `state_dict`, taken before each batch is read, or else a number of
+batches to read and throw away. Random numbers that are drawn while a batch is read come from a separate stream for each
+batch, so they do not change if the batch is read ahead or read again. If the first three batches drew no random
+numbers, only every 64th later batch is read with its own stream and checked for draws, since this check costs time. If
+such a batch draws random numbers after all, every later batch has its own stream again, and a warning says that a
+resume may differ.
 """
 
 from __future__ import annotations
@@ -36,34 +37,34 @@ from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 from instep.utils.warn import warn_user
 
-# after so many fetches without random numbers only every 64th is watched, since watching costs tens of us
+# after QUIET_AFTER fetches without random numbers, only every 64th fetch is watched, since watching costs tens of us
 QUIET_AFTER = 3
 WATCH_EVERY = 64
-COUNT_BATCHES, COUNT_S = 10_000, 2.0  # limits of reading only to count what is left out: batches, seconds
+COUNT_BATCHES, COUNT_S = 10_000, 2.0  # limits, in batches and seconds, of reading data only to count it
 _END = object()
 
 
 class BatchAgreement:
-    """Agreement of all ranks on one batch. It starts as soon as this rank knows, and is read before the batch is used.
+    """Agreement of the ranks on a batch: an all-reduce that starts when it is read, and ends before it is used.
 
     Every rank must start the agreements of the same batches in the same order.
 
     Args:
         have: whether this rank has the batch.
         size: number of samples in the batch; None if unknown.
-        world_size: number of ranks that share the data. If several processes have the same rank, they count as one.
+        world_size: number of ranks that share the data. Several processes with the same data rank count as one.
     """
 
     def __init__(self, have: bool, size: int | None, world_size: int) -> None:
         group = step_group()
         assert group is not None
-        self._processes = group.size() // world_size  # number of processes that share a rank
+        self._processes = group.size() // world_size  # number of processes with the same data rank
         self._numbers = torch.tensor([have, size is not None, size or 0], dtype=torch.int64)
         self._work: Any = dist.all_reduce(self._numbers, group=group, async_op=True)
         self._read: tuple[int, int | None] | None = None
 
     def read(self) -> tuple[int, int | None]:
-        """Wait, and return how many ranks have the batch, and their samples together (None if one is unknown)."""
+        """Wait, and return how many ranks have the batch, and its samples on all ranks (None if unknown)."""
         if self._read is None:
             self._work.wait()
             have, known, size = self._numbers.tolist()
@@ -79,24 +80,26 @@ class _ReadAhead(NamedTuple):
 
 
 class StreamLoader(PreparedLoader):
-    """Batches of any iterable; each rank iterates its own.
+    """Batches of any iterable. Each rank iterates its own iterable.
 
     Args:
         loader: the iterable.
         shard: the rank whose batches these are.
-        length: reliable number of batches, the same on all ranks; None if the data decides.
+        length: reliable number of batches, the same on all ranks; None if it is known only when the data ends.
         estimate: number of batches to show if `length` is None.
         limit: largest number of batches in an epoch; None for all.
         uneven: what to do if ranks have different numbers of batches. "stop" ends with the first exhausted rank, with a
-            warning. With "join" that rank replays its last batch (or one of another rank, if it has none) with weight 0
-            until all are exhausted. "error" raises an error. With `OWN_END` each rank has its own number.
+            warning. With "join" an exhausted rank replays its last batch (or a batch of another rank, if it had none)
+            with weight 0 until all ranks are exhausted. "error" raises an error. With `OWN_END` each rank ends after
+            its own number of batches.
         stateful: object whose state is the position in the data; None if batches are counted.
         frozen: whether every epoch has the random numbers of the first one.
-        rewinds: object that gets its first state again if a pass was left before its end; None if that is impossible.
+        rewinds: object whose first state is loaded again if a pass was left before its end; None if there is no such
+            object.
 
     Attributes:
-        common: whether each rank reads its own batches of one common order. Then a position holds for all ranks, and
-            the last step may have fewer batches than ranks without being an error.
+        common: whether the ranks read different batches of one common order. Then all ranks have the same position, and
+            it is no error if the last step has fewer batches than there are ranks.
     """
 
     def __init__(
@@ -118,15 +121,16 @@ class StreamLoader(PreparedLoader):
         self._rewinds = rewinds
         self._first_state: StateDict | None = None
         self.stateful = stateful
-        self._loaded: StateDict | None = None  # loaded state; None once the source has read on
+        self._loaded: StateDict | None = None  # the loaded state; None after the next batch was read
         self._length = _least(length, limit) if length is not None else None
         self._set_ends(estimate, limit)
         self._generators = _generators(loader)
         self._iterator: Iterator[Any] | None = None
-        self._started: Any = None  # the loader's iterator with workers, if it was started here
+        self._started: Any = None  # the loader's iterator with workers, if this object has started it
         self._resume: StateDict | None = None
         self._ever_gave = False
-        self._was_over = getattr(loader, "gi_frame", self) is None  # the loader is a generator that was used up before
+        # whether the loader is a generator that is already exhausted
+        self._was_over = getattr(loader, "gi_frame", self) is None
         self._looked_at_sizes = False
         self._counted = False  # whether the batches that uneven="stop" leaves out were counted
         self._end_is_unread = False  # whether the last pass did not reach the end of the data
@@ -146,7 +150,7 @@ class StreamLoader(PreparedLoader):
 
     @property
     def _iterated(self) -> Any:
-        """Iterable that is read: the user's loader."""
+        """The iterable that is read: by default the user's loader."""
         return self.loader
 
     @property
@@ -156,9 +160,9 @@ class StreamLoader(PreparedLoader):
         return end if self._stop is None else min(end, self._stop)
 
     def _reset(self) -> None:
-        self._stop: int | None = None  # batch before which the pass ends; None for all
-        self._given = 0  # batches of the epoch that were yielded
-        # batches of the epoch that were requested from the loader, including a request that found the end
+        self._stop: int | None = None  # number of batches after which the pass ends; None for no such limit
+        self._given = 0  # number of batches of the epoch that were yielded
+        # number of batches of the epoch requested from the loader, including a request that found the end
         self._pulled = 0
         self._snapshots: dict[int, StateDict] = {}
         self._own_end: int | None = None  # this rank's number of batches, known once it is exhausted
@@ -222,12 +226,13 @@ class StreamLoader(PreparedLoader):
             "ahead": 0 if not finished else 1 if own is not None else self._pulled - batches_done,
         }
         if self.stateful is not None:
-            position = batches_done if own is None else max(own - 1, 0)  # the last batch, which is replayed
+            # the position before the last batch, which is replayed
+            position = batches_done if own is None else max(own - 1, 0)
             if finished and self.stateful is not self._iterated:
                 state["state"] = self._state_now()
             elif position in self._snapshots:
                 state["state"] = copy.deepcopy(self._snapshots[position])
-            elif position == self._pulled:  # nothing was read since, so the current state is asked for
+            elif position == self._pulled:  # no batch was read since then, so this is the current state
                 state["state"] = self._state_now()
             else:
                 raise UsageError(
@@ -238,8 +243,8 @@ class StreamLoader(PreparedLoader):
 
     def _state_now(self) -> StateDict | None:
         if self.stateful is None or (self._iterator is None and self.stateful is self._iterated):
-            return None  # a loader that has not been started is at its beginning
-        # litdata's data set loses a loaded state if it is asked for its state before it reads on
+            return None  # a loader that was not started is at its beginning
+        # litdata's data set loses a loaded state if its state_dict is called before the next batch is read
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         return copy.deepcopy(self.stateful.state_dict())
@@ -272,18 +277,19 @@ class StreamLoader(PreparedLoader):
             self._go_to_end(state)
 
     def _go_to_end(self, state: StateDict) -> None:
-        """Restore an object with a state that outlasts the epoch to where it stood at the epoch's end."""
+        """Restore a data set or loader, whose state lasts over epochs, to its state at the epoch's end."""
         if self.stateful is None or state.get("state") is None:
             return
-        # the state of a data set does not include the iterator, which is at its end
+        # the state of a data set does not include its iterator, so loading it is enough
         if self.stateful is not self._iterated:
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
             return
-        # Begin the pass's iterator as the saved run had it: `ahead` reads brought it to its end; with 0 it was left
-        # before the end.
+        # Bring the loader's iterator to where it was in the saved run: `ahead` reads took it to its end; with 0 the
+        # pass was left before the end.
         self._open()
         ended = any(self._pull() is _END for _ in range(state["ahead"]))
-        # The next epoch begins at the state of the end, so load that state again after an iterator that did not end.
+        # The next epoch begins with the state of the epoch's end, so load this state again if the iterator did not
+        # reach its end.
         if state["ahead"] and not ended:
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
         self._iterator = None
@@ -295,7 +301,7 @@ class StreamLoader(PreparedLoader):
             return
         alone = self.world_size == 1 or self.uneven == OWN_END
         by_itself = self._length is not None or self._iterated is not self.loader
-        # without torch.distributed, a rank that reads its own part is alone
+        # without torch.distributed, a rank that reads its own part makes no agreements
         alone = alone or (by_itself and not dist.is_initialized())
         if alone and self._length is not None and isinstance(self.loader, Sequence):
             yield from self._give_sized(self._end, lambda: self.loader[self._given])
@@ -318,7 +324,7 @@ class StreamLoader(PreparedLoader):
                 raise cause from error
             raise
         finally:
-            # the state may be asked for after the pass
+            # the state may be requested after the pass
             if self._iterator is not None and self.stateful is self._iterated:
                 self._snapshots[self._pulled] = self._state_now() or {}
             self._iterator = None
@@ -327,7 +333,7 @@ class StreamLoader(PreparedLoader):
 
     @property
     def _keeps_workers(self) -> bool:
-        """Whether the loader keeps its iterator after a pass: torchdata's does, and torch's if workers persist."""
+        """Whether the loader keeps its iterator after a pass: a loader of torchdata, or with persistent workers."""
         return self._started is not None and getattr(self._iterated, "_iterator", None) is self._started
 
     def _rewind(self) -> None:
@@ -344,22 +350,23 @@ class StreamLoader(PreparedLoader):
         self._started = None
 
     def _open(self) -> None:
-        """Start the loader, and go to the beginning of the pass."""
+        """Start the loader's iterator, and move it to the first batch of the pass."""
         resume = self._resume or {}
         batches, own = resume.get("batches", 0), resume.get("own")
         position = batches if own is None else max(own - 1, 0)
         place = (0, 0) if self.frozen else (self.epoch, self.cycle)
         self._random = RandomStream(self.seed, "data", self.rank, *place)
-        self._silent: float = 0  # successive fetches that drew no random numbers
+        self._silent: float = 0  # number of successive fetches that drew no random numbers
         for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
         self._rewind()
         if self._rewinds is not None and self._first_state is None:
             self._first_state = copy.deepcopy(self._rewinds.state_dict())
         if not getattr(self.loader, "persistent_workers", False):
-            end_workers(self._started)  # a pass that was left early, and is still referenced, has workers
+            end_workers(self._started)  # a pass that was left early may still have workers
         self._start(resume, position)
-        if own is not None:  # this rank was exhausted before the checkpoint, and needs its last batch to replay it
+        # this rank was exhausted before the checkpoint was saved, and needs its last batch to replay it
+        if own is not None:
             if own:
                 self._replay = self._pull()
             else:
@@ -367,7 +374,7 @@ class StreamLoader(PreparedLoader):
             self._own_end, self._pulled = own, batches
 
     def _start(self, resume: StateDict, position: int) -> None:
-        """Start the loader's iterator, and advance it to the batch at which to resume."""
+        """Start the loader's iterator, and advance it to the batch at which the pass resumes."""
         state = resume.get("state")
         with self._random.at("start"):
             if state is not None and self.stateful is not None:
@@ -398,19 +405,20 @@ class StreamLoader(PreparedLoader):
             if batch is _END:
                 if self._own_ends:
                     self._own_end = number
-                elif "kind" in (self._resume or {}):  # a loaded state; `start_at`, however, may skip a whole epoch
+                elif "kind" in (self._resume or {}):  # only for a loaded state, since `start_at` may skip a whole epoch
                     raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
                 return
             self._replay = batch if self._own_ends else _END
 
     def _pull(self) -> Any:
-        """Fetch the loader's next batch, or return _END."""
+        """Fetch the loader's next batch; return _END if there is none."""
         assert self._iterator is not None
         number = self._pulled
         if self.stateful is not None:
             self._snapshots[number] = self._state_now() or {}
             self._loaded = None
-            self._snapshots.pop(number - 3 - self.history, None)  # up to two batches are read ahead
+            # states are kept longer, since up to two batches are read ahead
+            self._snapshots.pop(number - 3 - self.history, None)
         if self._silent >= QUIET_AFTER and number % WATCH_EVERY:
             batch = next(self._iterator, _END)
         else:
@@ -418,7 +426,7 @@ class StreamLoader(PreparedLoader):
                 batch = next(self._iterator, _END)
                 if (
                     batch is _END and not number and self._started is None and self._iterated is self.loader
-                ):  # the iterator may be the old one of the last pass, so ask for a new one
+                ):  # the iterator may be the exhausted one of the last pass, so make a new one
                     self._iterator = iter(self.loader)
                     batch = next(self._iterator, _END)
             self._note_draws(number)
@@ -426,7 +434,7 @@ class StreamLoader(PreparedLoader):
         return batch
 
     def _check_not_used_up(self) -> None:
-        """Raise DataError if a new pass finds no batch although an earlier one had some."""
+        """Raise DataError if a new pass finds no batch although an earlier pass had batches."""
         if self._ever_gave or self._was_over:
             raise DataError(
                 f"the {described(self.loader)} gave its batches in an earlier pass and has no more. A generator gives "
@@ -435,7 +443,10 @@ class StreamLoader(PreparedLoader):
             )
 
     def _note_draws(self, number: int) -> None:
-        """Record whether the fetch drew random numbers. If one does, all later fetches keep streams of their own."""
+        """Record whether a fetch drew random numbers.
+
+        After a fetch that did, each later fetch has its own random stream.
+        """
         if not self._random.drew:
             self._silent += 1
             return
@@ -477,9 +488,9 @@ class StreamLoader(PreparedLoader):
             batch = following
 
     def _give_own(self, batch: Any, last: bool) -> None:
-        """Yield a batch without an agreement on sizes.
+        """Record a batch as yielded, without an agreement of ranks on its size.
 
-        One process counts the samples of the last batch, or if asked, of all.
+        A single process counts the samples of the last batch; with `history` above 1, of all batches.
         """
         if self.history > 1 and self.world_size == 1:
             self._give(Share(None, self._size(batch), last))
@@ -489,9 +500,9 @@ class StreamLoader(PreparedLoader):
         self._given += 1
 
     def _size(self, batch: Any) -> int | None:
-        """Count a batch's samples, by which gradients of ranks and windows are weighed.
+        """Count a batch's samples, from which the weights of ranks and of batches in a window follow.
 
-        Warn once if this is uncertain.
+        Warn once if the number of samples is uncertain.
         """
         if not self._looked_at_sizes:
             from instep.distributed.uncounted import doubt_of_size  # imported late: only the first batch needs it
@@ -536,7 +547,7 @@ class StreamLoader(PreparedLoader):
             self._warn_of_rest([slot.batch for slot in slots if slot.batch is not _END])
 
     def _borrow(self, batch: Any) -> None:
-        """Get a batch to replay from another rank, if this rank has never had one. Collective."""
+        """Get a batch to replay from another rank, if this rank never had a batch. Collective."""
         lacks = batch is _END and (self.common or self._replay is _END)
         everyone = gather_object((batch is not _END, lacks))
         if any(lacking for _, lacking in everyone):
@@ -549,7 +560,7 @@ class StreamLoader(PreparedLoader):
     def _warn_of_rest(self, left: list[Any]) -> None:
         """Warn, on one process, of the batches that uneven="stop" leaves out. Collective.
 
-        `left` are batches that were read already. Further batches are read and counted for a short time, if that does
+        `left` are batches that are already read. Further batches are read and counted for a short time, if this does
         not change the next pass.
         """
         sizes, is_all, until_s = [find_batch_size(batch) for batch in left], True, time.monotonic() + COUNT_S
@@ -578,7 +589,7 @@ class StreamLoader(PreparedLoader):
         )
 
     def _look_ahead(self, number: int) -> _ReadAhead:
-        """Read a batch, if there is one, and start the agreement on it."""
+        """Read a batch, if there is one, and start the agreement of the ranks on it."""
         batch = _END
         if self._own_end is None:
             batch = self._pull()
@@ -592,7 +603,7 @@ class StreamLoader(PreparedLoader):
         return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size, self.world_size))
 
     def _goes_on(self, number: int, slot: _ReadAhead) -> bool:
-        """Return True if the ranks run a batch. With uneven="error", raise DataError if only some of them have it."""
+        """Return True if the ranks run batch `number`. With uneven="error", raise DataError if a rank lacks it."""
         ranks, _ = slot.agreed.read()
         if self.uneven == "error" and 0 < ranks < self.world_size:
             raise DataError(
@@ -612,6 +623,6 @@ def _generators(loader: Any) -> list[tuple[torch.Generator, int]]:
     """Return the loader's generators with the seeds that the user gave them."""
     samplers = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     found = {id(generator): generator for part in (*samplers, loader) for generator in generators(part)}
-    # torchdata's sampler makes its own generator with a random seed if the loader has none
+    # torchdata's sampler makes a generator with a random seed if the user gave the loader none
     own = type(loader).__module__.startswith("torchdata.") and getattr(loader, "generator", None) is None
     return [(generator, 0 if own else generator.initial_seed()) for generator in found.values()]

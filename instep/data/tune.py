@@ -1,4 +1,4 @@
-"""A search for the workers, the prefetching and the pinning with which a loader is fastest."""
+"""`tune_loader`: searches for the number of workers, the prefetching and the pinning with which a loader is fastest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instep.errors import SettingError
 from instep.utils.checks import at_least, is_number, wrong
 
 SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")  # arguments of a `DataLoader`
-_SAME = 0.05  # smaller differences in speed are noise, and fewer workers win
+_SAME = 0.05  # smaller relative differences in speed are noise, so the setting with fewer workers is chosen
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LoaderTrial:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """Arguments for a `DataLoader`."""
+        """This setting as arguments for a `DataLoader`."""
         values = (self.num_workers, self.prefetch_factor, self.pin_memory, self.num_workers > 0)
         return dict(zip(SETTINGS, values, strict=True))
 
@@ -62,11 +62,11 @@ def tune_loader(
         loader: a plain `DataLoader`, which is not changed.
         workers: numbers of workers to try; None: 0 and powers of 2 up to the number of processors for this process.
         prefetch: numbers of batches per worker to try.
-        pin_memory: values to try. None: True on CUDA, since a run pins the batches of map-style data sets there in any
-            case (so that copies to the device overlap with the steps, which is not measured here); else False.
+        pin_memory: values to try. None: True on CUDA, since a run on CUDA pins the batches of map-style data sets in
+            any case (so that copies to the device overlap with the steps, which is not measured here); else False.
         seconds: seconds to measure each setting.
-        step_s: seconds that a training step takes. A loader that is faster than the steps is fast enough, and then
-            fewer workers win. 0 searches for the fastest.
+        step_s: seconds that a training step takes. A loader that is faster than the steps is fast enough, and among
+            such settings the one with the fewest workers is chosen. 0 searches for the fastest setting.
         tell: function that is called with each result.
 
     Returns:
@@ -74,7 +74,7 @@ def tune_loader(
         the steps); and all measured settings.
 
     Raises:
-        SettingError: the loader is no plain `DataLoader` or has no batches, or a setting is wrong.
+        SettingError: the loader is not a plain `DataLoader` or has no batches, or a setting is wrong.
 
     Example:
         >>> from torch.utils.data import DataLoader

@@ -1,16 +1,17 @@
-"""Loader workers that ignore signals: the main process decides when they end.
+"""Worker processes of loaders, made to ignore signals: the main process decides when they end.
 
 A terminal sends SIGINT, torchrun's agent sends SIGTERM, and SLURM sends a signal before the time limit, each to all
-processes of the group or tree. The main process then finishes its step and saves. Until then the workers must still
-serve it, and must not print tracebacks.
+processes of the group or tree. The main process then finishes its step and saves. Until then the workers must go on
+loading batches, and must not print tracebacks.
 
-A worker that ignores SIGTERM must be ended by other means, in every case: after an error in the data or in a step,
-whose traceback keeps the iterator alive, after a pass that was left early, and at the interpreter's exit. At exit
+A worker that ignores SIGTERM must be ended by other means in each of these cases: after an error in the data or in a
+step (its traceback keeps the iterator alive), after a pass that was left early, and at the interpreter's exit. At exit
 `multiprocessing` would send a SIGTERM and wait. So the main process ends its workers itself, without SIGTERM.
 
-torch ends a worker within 5 s after the main process died, except in two cases. If the main process died while the
+torch's workers end within 5 s after the main process died, except in two cases. If the main process died while the
 worker was starting, the worker takes another process for its parent. If the worker waits for room in its queue, it
-never looks. In both cases it would stay for ever, so a thread in the worker checks for this.
+never checks its parent. In these cases the worker would run for ever, so a thread in it checks whether the main process
+is alive.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from instep.errors import DataError, LoaderWorkerError
 INIT_RAISED = "The loader's worker_init_fn raised this."
 
 _LOOK_EVERY_S = 1.0
-_TO_END_S = 2.0  # time for all workers of an iterator to end by themselves; one may be loading a sample
-_KILLED_S = 5.0  # time for the kernel to end a killed process
+_TO_END_S = 2.0  # seconds for all workers of an iterator to end by themselves, since a worker may be loading a sample
+_KILLED_S = 5.0  # seconds for the kernel to end a killed process
 
-_DYING_S = 1.0  # time for a worker whose pipe is closed to end
+_DYING_S = 1.0  # seconds for a worker whose pipe is closed to end
 _WHY_DEAD = {
     "SIGKILL": "The system ends processes so when memory runs out: use fewer workers, or a smaller prefetch_factor",
     "SIGBUS": "Shared memory is full: make /dev/shm larger (docker run --shm-size), or use fewer workers",
@@ -52,11 +53,11 @@ _WHY_DEAD = {
 
 _running: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Iterators whose workers may still run, with the process that started them: a fork has them too, and must not act."""
-_hooked = 0  # id of the process whose exit ends the workers
+_hooked = 0  # id of the process in which the exit handler is registered
 
 
 class SignalSafeWorkerInit:
-    """A `worker_init_fn` that lets the worker ignore SIGINT and the first SIGTERM. A second SIGTERM ends the worker.
+    """A `worker_init_fn` that makes the worker ignore SIGINT and the first SIGTERM. A second SIGTERM ends the worker.
 
     SIGUSR1 and SIGUSR2 are ignored too, unless the program has its own handlers. The main process ends its workers
     without signals; workers that do not answer get SIGKILL: see `end_workers`.
@@ -93,7 +94,7 @@ def _end_with_main() -> None:
 def _is_orphan() -> bool:
     main, own = multiprocessing.parent_process(), multiprocessing.current_process()
     method = getattr(own, "_start_method", None) or multiprocessing.get_start_method()
-    # The fork server is the worker's parent then, and ends with the main process.
+    # With "forkserver" the worker's parent is the fork server, which ends with the main process.
     return main is not None and method != "forkserver" and main.pid != os.getppid()
 
 
@@ -105,12 +106,12 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
     """Iterate a loader with workers that ignore signals. Afterwards the loader is unchanged.
 
     Args:
-        loader: a `DataLoader` or an object of a subclass; anything else is only iterated.
+        loader: a `DataLoader` or an object of a subclass; any other object is only iterated.
 
     Returns:
         The loader's iterator, and the argument for `end_workers`: torch's iterator if workers were started for it, else
-        None. The two differ if a subclass wraps torch's iterator. The second is None for a persistent iterator that the
-        user has made.
+        None. The two values differ if a subclass wraps torch's iterator. The second value is None for a persistent
+        iterator that the user has made.
     """
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "_get_iterator"):
         return iter(loader), None
@@ -118,7 +119,7 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
     get_iterator, init = loader._get_iterator, loader.worker_init_fn
 
     def start() -> Any:
-        del loader._get_iterator  # it cannot be pickled, and the arguments of workers may include the loader
+        del loader._get_iterator  # this function cannot be pickled, and the arguments of workers may include the loader
         loader.worker_init_fn = SignalSafeWorkerInit(init)
         try:
             started.append(get_iterator())
@@ -139,7 +140,7 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
 
 
 def _unpicklable(loader: Any, error: Exception) -> DataError | None:
-    """Return the error for an object that cannot be pickled for workers; None if all can, or workers are forked."""
+    """Return the error for a part of a loader that cannot be pickled for workers; None if there is no such part."""
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing
     method = context.get_start_method()
     if method == "fork":
@@ -148,10 +149,11 @@ def _unpicklable(loader: Any, error: Exception) -> DataError | None:
         part = getattr(loader, name, None)
         part = part.then if isinstance(part, SignalSafeWorkerInit) else part
         if type(part).__module__.startswith("instep."):
-            part = getattr(part, "__dict__", {}).get("_dataset", part)  # the part may be a wrapper of instep
+            # the part may be a wrapper around the user's object
+            part = getattr(part, "__dict__", {}).get("_dataset", part)
         try:
             ForkingPickler.dumps(part)
-        except Exception:  # noqa: BLE001  whatever it is, the workers cannot get it
+        except Exception:  # noqa: BLE001  whatever the error is, the workers cannot get this part
             what = getattr(part, "__qualname__", type(part).__qualname__)
             return DataError(
                 f"the loader's workers are started by {method}, which pickles what they get, and its {name}, {what}, "
@@ -164,25 +166,25 @@ def _unpicklable(loader: Any, error: Exception) -> DataError | None:
 def end_workers(started: Any) -> None:
     """End the workers of an iterator, and return when they have ended. May be called twice.
 
-    The workers are asked to end as torch does it. Those that have not ended after 2 s are killed.
+    The workers are asked to end, as torch does it. Workers that have not ended after 2 s are killed.
 
     Args:
-        started: what `start_workers` returned; with None nothing is done.
+        started: the second value that `start_workers` returned; with None nothing is done.
     """
     if started is None or _running.pop(started, 0) != os.getpid():
         return
-    # otherwise torch takes the end of a killed worker for a failure, and raises at any place
+    # otherwise torch takes the end of a killed worker for a failure, and may raise an error anywhere in the program
     if started._worker_pids_set:
         started._worker_pids_set = False
         _utils.signal_handling._remove_worker_pids(id(started))
     deadline = time.monotonic() + _TO_END_S
     for worker in started._workers:
-        worker.join = _Join(worker, deadline)  # torch waits 5 s for each worker
+        worker.join = _Join(worker, deadline)  # in place of torch's wait of 5 s for each worker
     started._shutdown_workers()
     for worker in started._workers:
         worker.terminate()
         BaseProcess.join(worker, _KILLED_S)
-        # Without these reference cycles the pipes are closed now, and not only by the garbage collector.
+        # Remove reference cycles, so that pipes are closed now and not only by the garbage collector.
         vars(worker).pop("join", None)
         vars(worker._popen).pop("terminate", None)
 
@@ -191,17 +193,17 @@ def worker_failure(error: Exception, started: Any) -> LoaderWorkerError | None:
     """Return the error for a pass that ended because a worker died; None if no worker has died.
 
     Args:
-        error: error that ended the pass: torch's own, or that of a pipe whose other end is gone.
-        started: what `start_workers` returned.
+        error: error that ended the pass: torch's own error, or the error of a pipe whose other end is closed.
+        started: the second value that `start_workers` returned.
     """
     if started is None or not isinstance(error, OSError | EOFError | RuntimeError) or str(error).startswith("Caught "):
         return None
     for _ in range(1 + len(started._workers)):
-        with suppress(RuntimeError):  # torch's handler of SIGCHLD may raise in this block, once for each worker
+        with suppress(RuntimeError):  # torch's SIGCHLD handler may raise an error in this block, once for each worker
             ended = wait([worker.sentinel for worker in started._workers], _DYING_S)
             for worker in started._workers:
                 if worker.sentinel in ended:
-                    BaseProcess.join(worker, _DYING_S)  # a worker's pipes are closed before its exit code is known
+                    BaseProcess.join(worker, _DYING_S)  # a worker's pipes are closed before its exit code can be read
             break
     dead = {worker.pid: worker.exitcode for worker in started._workers if worker.exitcode}
     if not dead:
@@ -214,17 +216,17 @@ def worker_failure(error: Exception, started: Any) -> LoaderWorkerError | None:
 
 
 def _watch(started: Any) -> None:
-    """End the workers at this process's exit, also those that ignore the request to end."""
+    """Register an iterator's workers to be ended at this process's exit, even if they ignore the request to end."""
     global _hooked
     for worker in started._workers:
         worker._popen.terminate = worker._popen.kill
     _running[started] = os.getpid()
     atexit.unregister(_end_all)
-    # handlers run last first, so this one runs before torch's, which would wait for each worker
+    # exit handlers run in reverse order, so this one runs before torch's handler, which would wait for each worker
     atexit.register(_end_all)
     if _hooked != os.getpid():
         _hooked = os.getpid()
-        # at its exit, a child of `multiprocessing` calls only these finalizers
+        # a child process of `multiprocessing` calls only these finalizers at its exit, and no atexit handlers
         Finalize(None, _end_all, exitpriority=100)
 
 
@@ -234,7 +236,7 @@ def _end_all() -> None:
 
 
 class _Join:
-    """Replacement for a worker's `join`, which waits until one deadline for all workers of an iterator."""
+    """Replacement for a worker's `join`. All workers of an iterator have one deadline, until which it waits."""
 
     def __init__(self, worker: BaseProcess, deadline: float) -> None:
         self._worker, self._deadline = worker, deadline
