@@ -1,4 +1,4 @@
-"""State of this process, of the active run, and of the run's gradients.
+"""State of this process, of the active run of a Trainer or Accelerator, and of the run's gradients.
 
 `PartialState` describes the process. It is set once, from the launcher's environment. `AcceleratorState` and
 `GradientState` are views of the active run, which a Trainer or an Accelerator pushes and pops. No package above this

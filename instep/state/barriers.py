@@ -1,8 +1,8 @@
 """Barriers with a name: wait for every process and report missing ones; run one process before the others.
 
-All ranks meet in one small all-gather of digests of the names, over the control group. A rank that waits for more than
-a moment records this in the store of the group. So a barrier has no extra cost while all ranks are in time, and finding
-a missing rank needs no help from it.
+A barrier is one small all-gather of digests of its name, over the control group. A rank that waits for more than a
+moment records this in the group's key-value store. So a barrier has no extra cost if all ranks come in time, and a
+missing rank is found from the records of the others.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from instep.utils.warn import warn_user
 _MOMENT_S = 0.25
 _SAY_AFTER_S = 30.0
 
-# Names of the outermost `goes_first` block that this process is in; inner blocks are not added.
+# Name of the outermost `goes_first` block that this process is in, if any; inner blocks are not added.
 _open: list[str] = []
 
 
 @contextmanager
 def goes_first(process: Process, first: bool, name: str) -> Iterator[None]:
-    """Run the block on this process; if it goes first, then let the others run theirs. Collective.
+    """Run the `with` block on processes with `first=True`, and then on the others. Collective.
 
-    Inside such a block the order already holds, so an inner block does nothing on one node, or if it has the same name.
-    Any other inner block is an error: its processes could not meet, because some have not begun the outer block.
+    Inside such a block the order is already set. So an inner block has no effect on one node, or if it has the same
+    name. Any other inner block is an error: its processes would wait for processes that have not begun the outer block.
 
     Args:
         process: record of this process.
         first: whether this process goes first.
-        name: the method, for errors.
+        name: name of the public method, for errors.
 
     Raises:
         RemoteError: the block raised on a process that goes first.
@@ -75,13 +75,13 @@ def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, chec
     Args:
         groups: the job's groups.
         name: what this rank waits for.
-        timeout_s: how long to wait, in seconds. None: a little less than the group's own time-out, so that this error
-            comes before the group breaks.
-        checked: whether collectives are checked; then the announcement of the wait is itself the wait.
+        timeout_s: how long to wait, in seconds. None: a little less than the time-out of the group, so that this error
+            is raised before the group breaks.
+        checked: whether checked mode is on; then its comparison before the wait is itself the wait.
 
     Raises:
-        SettingError: the time-out is not above 0, or is longer than the group's own.
-        DistributedError: on every rank, if the names differ; on those that wait, if some did not come in time.
+        SettingError: the time-out is not above 0, or is longer than the time-out of the group.
+        DistributedError: on every rank, if the names differ; on the waiting ranks, if some ranks did not come in time.
     """
     limit_s = _limit(groups, timeout_s)
     if checked:
@@ -105,7 +105,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
             late = not finish(work, said_s - moment_s)
             if late and said_s < limit_s:
                 warn_user(_report(groups, turn, name, f"still waits after {said_s:g} s", last=False))
-            # The extra time is for ranks that came in the last moment, and record it in the next.
+            # The extra time is for ranks that came at the last moment, and have not recorded it yet.
             late = late and not finish(work, limit_s - said_s + 2 * _MOMENT_S)
     except RuntimeError as error:
         _write(groups, turn, name)
@@ -115,7 +115,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
     if late:
         raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
-        calls = gather_calls(_call(name), groups.control)  # ranks that are in another collective read this too
+        calls = gather_calls(_call(name), groups.control)  # ranks in another collective take part in this gather too
         doing = {rank: f"in {', '.join(parts)}" for rank, (parts, _) in enumerate(calls)}
         places = {rank: f"at {place}" for rank, (_, place) in enumerate(calls)}
         raise DistributedError(
@@ -128,11 +128,11 @@ def _write(groups: Groups, turn: int, name: str | None) -> None:
     try:
         RankRecords("waiting", groups.control).write(turn, _quoted(name))
     except RuntimeError:
-        pass  # the store is gone with its process, which `_report` says
+        pass  # the store has ended with its process, and `_report` says so
 
 
 def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:
-    """Describe which ranks are missing, and what the others wait for. `last` means that this rank gives up."""
+    """Describe which ranks are missing, and what the others wait for. With `last`, this rank stops waiting."""
     here = f"rank {groups.control.rank()} is in {_call(name)}, and {problem}."
     try:
         records = RankRecords("waiting", groups.control)

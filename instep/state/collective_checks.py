@@ -1,13 +1,13 @@
-"""Checked mode: before each collective, every rank announces it, and all ranks compare.
+"""Checked mode: before each collective, all ranks compare which collective they are about to enter.
 
-`PartialState().debug` switches it on. Two channels are used. A digest per rank is gathered over the control group.
-There all ranks meet, and the gather fails if a rank is gone or does not come within the group's time-out. The text
-behind the digest is in torch's store, where other ranks can read it even if its rank is missing.
+`PartialState().debug` switches it on. Two channels are used. A digest of each rank's announcement is gathered over the
+control group; the gather fails if a rank is gone or does not come within the group's time-out. The text of the
+announcement is in torch's key-value store, where other ranks can read it even if its rank is missing.
 
-Invariants: instep announces every collective on the control group, so that announcements only meet announcements
-(except the agreement on who has a next batch, which is not announced). A rank keeps two records, of its latest two
-collectives. It cannot write a third one before every other rank has left the first, so no record is overwritten while
-it may be read. Collectives of the user's code, DDP and FSDP are not checked.
+Invariants: instep announces every collective on the control group, so that an announcement is only compared with
+announcements. (The agreement on which ranks have a next batch is not announced.) A rank keeps two records, of its
+latest two collectives. It cannot write a third record before every other rank has left the first collective, so no
+record is overwritten while it may be read. Collectives of the user's code, DDP and FSDP are not checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def switch_checked_mode(group: ProcessGroup, debug: bool) -> None:
-    """Switch checked mode on or off for a new control group. A collective.
+    """Switch checked mode on or off for a new control group. Collective.
 
     Raises:
         SettingError: on every rank, if checked mode is on for only some ranks.
@@ -58,25 +58,27 @@ def announce(
     timeout_s: float | None = None,
     any_line: bool = False,
 ) -> None:
-    """In checked mode, compare what all ranks are about to do; a collective. Otherwise do nothing.
+    """In checked mode, compare which collective all ranks are about to enter.
+
+    This is itself a collective. In normal mode, do nothing.
 
     Args:
-        group: the control group; None for a process alone.
+        group: the control group; None for a single process.
         operation: name of the collective, and the arguments that must be the same on all ranks.
         details: names, shapes and dtypes that must be the same on all ranks.
-        timeout_s: how long to wait for the others; None for the process group's own time-out.
+        timeout_s: seconds to wait for the other ranks; None for the time-out of the process group.
         any_line: whether the ranks may come from different lines, such as the two ends of a `with` block.
 
     Raises:
-        DistributedError: on every rank, if one announces another collective or another line; on the waiting ranks, if
-            one does not come.
+        DistributedError: on every rank, if one rank announces another collective or another line; on the waiting ranks,
+            if one rank does not come.
     """
     if _active is not None and _active.group is group:
         _active.announce(operation, details, timeout_s, any_line)
 
 
 class _CallRecords:
-    """This process's announcements in one process group."""
+    """Announcements of this process before collectives, in one process group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -88,7 +90,7 @@ class _CallRecords:
         path, line = call_site(sys._getframe())
         call = f"{operation} at {path}:{line}"
         self._count += 1
-        # Only the file's name, since nodes may have the same program in different folders.
+        # Compare only the file's name, since nodes may have the same program in different folders.
         place = "" if any_line else f"{os.path.basename(path)}:{line}"
         mine = digest_of(f"{operation}\n{place}\n{details}")
         digests = torch.empty(self._world, dtype=torch.int64)
@@ -110,7 +112,7 @@ class _CallRecords:
         try:
             here = self._records.read(self._count)
         except RuntimeError:
-            here = {}  # the store is gone
+            here = {}  # the store has ended with its process
         self._records.keep_store_alive(self._count, range(self._world))
         lines = [f"ranks disagree before a collective{who}. By rank:"]
         lines += [f"  rank {rank}: {here.get(rank, 'not known')}" for rank in range(self._world)]
@@ -118,7 +120,7 @@ class _CallRecords:
         return DistributedError("\n".join(lines))
 
     def _alone(self, call: str, waited_s: float, error: RuntimeError) -> DistributedError:
-        """Return the error for a wait that the other ranks did not join."""
+        """Return the error for a collective that some ranks did not enter."""
         try:
             here, before = self._records.read(self._count), self._records.read(self._count - 1)
             self._records.write(self._count, f"{here.get(self._rank, call)} (gave up after {waited_s:.1f} s)")

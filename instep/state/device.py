@@ -1,4 +1,4 @@
-"""The kinds of devices in a small table: torch's name, collective backend, name of several of them."""
+"""Table of the kinds of devices, with torch's name and collective backend, and functions to choose a device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from instep.types import Word
 
 
 class DistributedType(Word):
-    """Kinds of processes that compute together in a run.
+    """Kind of a run's processes: a single process, or several on one kind of device.
 
-    The members after XLA are names of Accelerate, for scripts that compare with them. No run of instep has them: it
-    does not support these kinds, or its strategy names them.
+    The members after XLA exist for scripts that compare with these names of Accelerate. No run of instep has one of
+    them: instep does not support the kind, or the run's strategy says it instead.
     """
 
     NO = "NO"
@@ -42,11 +42,11 @@ class DeviceKind:
 
     Args:
         name: torch's device type, and instep's name for the kind.
-        backend: the collective backend of several such devices; None if torch has none.
-        distributed_type: name of a job of several processes with such a device.
+        backend: collective backend for processes with such devices; None if torch has none.
+        distributed_type: `DistributedType` of a job of several processes with such devices.
         count: function that returns the number of such devices that this process sees; 0 if the kind cannot be used
             here.
-        extension: the module that adds the backend to torch; None if torch has it itself.
+        extension: module that adds the backend to torch; None if torch includes the backend.
     """
 
     name: str
@@ -81,7 +81,7 @@ KINDS = {
     )
 }
 """Kinds of devices that instep knows: a `DeviceKind` by the name of each."""
-# xla is used only if it is requested, since an installed torch_xla does not mean that its device is wanted.
+# "auto" never chooses xla, since an installed torch_xla does not mean that its device should be used.
 _AUTO = ("cuda", "xpu", "hpu", "npu", "mps", "cpu")
 _GPU = ("cuda", "xpu", "mps")
 
@@ -90,12 +90,12 @@ def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> D
     """Find the kind of device for an accelerator's name.
 
     Args:
-        accelerator: "cpu", "cuda", "mps", "xpu", "hpu", "npu", "xla"; "gpu" for the first of cuda, xpu and mps that is
-            here; "auto" for the first of all but xla that is here, the CPU last.
+        accelerator: "cpu", "cuda", "mps", "xpu", "hpu", "npu", "xla"; "gpu" for the first available one of cuda, xpu
+            and mps; "auto" for the first available kind except xla, the CPU last.
         field: name of the argument that names the accelerator, for errors.
 
     Raises:
-        SettingError: the name is unknown, or there is no such device here.
+        SettingError: the name is unknown, or this process sees no such device.
 
     Example:
         >>> find_device_kind("cpu").backend
@@ -118,7 +118,7 @@ def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> D
 
 
 def _why_none(accelerator: str) -> str:
-    """Explain why there is no such device, as far as torch and the environment show it, and what to do."""
+    """Explain why no such device is seen, as far as torch and the environment show it, and what to do."""
     version = torch.__version__
     otherwise = "Else use accelerator='cpu'."
     if accelerator in ("cuda", "gpu"):
@@ -145,9 +145,9 @@ def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
     """Choose the device of one process of a node.
 
     Args:
-        kind: a row of the table.
+        kind: kind of the device.
         local_rank: number of the process on its node. A process that sees only one device, because its launcher hides
-            the others, takes that one.
+            the others, gets this device.
 
     Raises:
         SettingError: there are fewer devices than processes on this node.
@@ -166,18 +166,18 @@ def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums that must keep all digits: float64, or float32 on mps, which has no wider one."""
+    """Return the dtype for sums that must keep all digits: float64, or float32 on mps, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def visible(indices: Iterable[int]) -> str:
-    """Make CUDA_VISIBLE_DEVICES for some of the devices that this process sees."""
+    """Return a value of CUDA_VISIBLE_DEVICES that selects some of the devices that this process sees."""
     seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return ",".join(seen[index] if seen else str(index) for index in indices)
 
 
 def make_current(device: torch.device) -> None:
-    """Make a device the current one of its kind, for kinds that have a current device."""
+    """Make a device the current device of its kind, if this kind of device has one."""
     module = getattr(torch, device.type, None)
     if device.index is not None and module is not None and hasattr(module, "set_device"):
         module.set_device(device)

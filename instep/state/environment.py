@@ -1,4 +1,4 @@
-"""Rank, world size and job of this process, as environment variables give them."""
+"""Rank, world size and job of this process, as read from environment variables."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MIN_NODES = "INSTEP_MIN_NODES"  # set if a job may run with fewer nodes than it 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Place of this process in its job, from its launcher.
+    """Place of this process in its job: its ranks and world sizes, as set by its launcher.
 
     Args:
-        rank: 0 to `world_size - 1`, over all nodes.
-        local_rank: 0 to `local_world_size - 1`, on this node.
-        world_size: processes in the job.
-        local_world_size: processes on this node.
-        node_rank: 0 to `num_nodes - 1`.
-        num_nodes: nodes in the job.
+        rank: number of the process in the job, from 0 to `world_size - 1`.
+        local_rank: number of the process on its node, from 0 to `local_world_size - 1`.
+        world_size: number of processes in the job.
+        local_world_size: number of processes on this node.
+        node_rank: number of the node, from 0 to `num_nodes - 1`.
+        num_nodes: number of nodes in the job.
         launcher: launcher that set the variables; "none" for a process started by hand.
         restart_count: how often this node's agent has restarted its workers.
 
@@ -57,15 +57,16 @@ def read_number(
     """Read the integer of an environment variable.
 
     Args:
-        environ: the variables.
-        name: the variable.
-        default: value if the variable is not set or empty; None makes this an error.
-        low: the least value.
-        high: the greatest value.
-        beside: variables of the same launcher. The error for a missing variable shows those that are set.
+        environ: the environment variables.
+        name: name of the variable.
+        default: value if the variable is not set or is empty; with None, such a variable is an error.
+        low: the smallest allowed value.
+        high: the largest allowed value; None for no limit.
+        beside: names of other variables of the same launcher. The error for a missing variable shows which of them are
+            set.
 
     Raises:
-        SettingError: the variable is missing, is no integer, or is out of range.
+        SettingError: the variable is missing, is not an integer, or is out of range.
     """
     text = environ.get(name)
     if text is None or text == "":
@@ -90,7 +91,7 @@ def read_number(
 
 
 class Job(NamedTuple):
-    """A job that may be restarted.
+    """A job that its launcher may restart.
 
     Args:
         id: unique name of the job, the same on all nodes and after all restarts.
@@ -102,10 +103,10 @@ class Job(NamedTuple):
 
 
 def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
-    """Read the job from INSTEP_JOB_ID and INSTEP_RESTART of the elastic agent, or from a SLURM step.
+    """Read the job from INSTEP_JOB_ID and INSTEP_RESTART, which the elastic agent sets, or from the variables of SLURM.
 
     Args:
-        environ: the variables; `os.environ` by default.
+        environ: the environment variables; `os.environ` by default.
 
     Returns:
         The job; None if no launcher would restart this process.
@@ -120,7 +121,7 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
     if environ.get(JOB_ID):
         return Job(environ[JOB_ID], read_number(environ, RESTART, 0))
     job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
-    if job and step:  # without the step, several programs of one job script would be the same job
+    if job and step:  # without the step id, several programs of one job script would be the same job
         cluster = environ.get("SLURM_CLUSTER_NAME", "")
         return Job(
             "-".join(filter(None, ("slurm", cluster, job, step))), read_number(environ, "SLURM_RESTART_COUNT", 0)

@@ -1,7 +1,8 @@
-"""The launchers that instep knows. Only this file reads RANK, WORLD_SIZE and similar variables.
+"""Rank, world size and address of a job, read from the variables of each launcher.
 
-If one launcher starts another (torchrun in a SLURM job, mpirun through srun), the variables of both are set. The
-innermost launcher decides what this process is, so the first row that fits is taken:
+Only this file reads RANK and the like. If one launcher starts another (torchrun in a SLURM job, mpirun through srun),
+the variables of both are set. The innermost launcher decides the rank of this process. So the first row whose condition
+is true is used:
 
 | launcher   | fits where                                   | meets at, unless MASTER_ADDR and MASTER_PORT say it     |
 |------------|----------------------------------------------|---------------------------------------------------------|
@@ -14,9 +15,9 @@ innermost launcher decides what this process is, so the first row that fits is t
 | xla        | PJRT_LOCAL_PROCESS_COUNT is set              | where torch_xla says                                    |
 | none       | otherwise: the process is alone              | nowhere                                                 |
 
-A shell of `salloc` or `sbatch` that started nothing with srun is alone, and so is a step of one task (`salloc`'s own
-shell may be one) and the shell of `srun --pty bash`. A size above 1 is an error if the result would be a single
-process.
+These are single processes: a shell of `salloc` or `sbatch` without srun, a SLURM step of one task (`salloc`'s own shell
+may be one), and the shell of `srun --pty bash`. If the result would be a single process, but a variable has a world
+size above 1, this is an error.
 """
 
 from __future__ import annotations
@@ -54,20 +55,20 @@ _STEP = ("SLURM_STEP_NUM_TASKS", *_STEP_ID)  # set by srun, but not by sbatch an
 
 
 def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
-    """Read the place of this process from the launcher's variables, by the table above.
+    """Read the rank and world size of this process from the launcher's variables, by the table at the top of this file.
 
     Another program may set torchrun's variables by hand. Then `RANK`, `WORLD_SIZE` and `LOCAL_RANK` are required for
-    more than one process; the others are derived, for one node.
+    more than one process; the other values are derived, for one node.
 
     Args:
-        environ: the variables; `os.environ` by default.
+        environ: the environment variables; `os.environ` by default.
 
     Returns:
         The place of the process. No variable is changed.
 
     Raises:
-        SettingError: a variable is missing, is no number, is out of range, or contradicts another.
-        MissingPackageError: torch_xla's launcher started the process, and torch_xla is not installed here.
+        SettingError: a variable is missing, is not a number, is out of range, or contradicts another variable.
+        MissingPackageError: torch_xla's launcher started the process, but torch_xla is not installed.
 
     Example:
         >>> read_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).rank
@@ -80,16 +81,16 @@ def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
     if place.launcher != "torchrun":
         _check_world_size(environ, place)
     by_agent = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ
-    if place.world_size == 1 and not by_agent:  # torchrun may start one process in each of many tasks
+    if place.world_size == 1 and not by_agent:  # torchrun may start one process in each of many SLURM tasks
         _check_alone(environ, place)
     return place
 
 
 def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> str:
-    """Return the URL for torch's `rendezvous` at which the processes meet.
+    """Return the URL with which torch's `rendezvous` connects the processes.
 
     Raises:
-        SettingError: neither the variables nor the launcher give an address.
+        SettingError: neither the variables nor the launcher give an address and a port.
 
     Example:
         >>> step = {"SLURM_JOB_ID": "4012", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-09,12]"}
@@ -121,14 +122,15 @@ def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> st
 
 
 def meeting_variable(address: str, port: int, path: str) -> str:
-    """Return the value of `MEETING_FILE` for processes whose agent lets them meet in a file."""
+    """Return the value of the variable INSTEP_MEETING_FILE: an address, and the file that replaces it."""
     return f"{address}:{port}={path}"
 
 
 def meeting_file(environ: Environ | None = None) -> str:
-    """Return the file in which the processes of one node meet, instead of at a port; "" if their agent made none.
+    """Return the file by which the processes of one node connect, instead of a port; "" if there is none.
 
-    The variable also names the address that the file replaces, since programs started by a rank inherit the variable.
+    The variable `INSTEP_MEETING_FILE` also has the address that the file replaces. So a program that a rank starts with
+    another address, and that inherits the variable, does not use the file.
 
     Example:
         >>> environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5", "INSTEP_MEETING_FILE": "127.0.0.1:5=/a/ranks-0"}
@@ -150,7 +152,7 @@ def _places(environ: Environ) -> Iterator[ProcessEnvironment]:
 
 
 def _check_world_size(environ: Environ, place: ProcessEnvironment) -> None:
-    """Raise an error if WORLD_SIZE, which a job script may set for all, differs from the launcher's size."""
+    """Raise SettingError if WORLD_SIZE, which a job script may set, differs from the world size of the launcher."""
     world_size = read_number(environ, "WORLD_SIZE", place.world_size, low=1)
     if world_size != place.world_size:
         if place.launcher == "none":
@@ -175,7 +177,7 @@ def _check_alone(environ: Environ, place: ProcessEnvironment) -> None:
             )
 
 
-# torchrun and MPI.
+# ---- torchrun and MPI
 
 
 def _torchrun(environ: Environ) -> ProcessEnvironment:
@@ -189,8 +191,8 @@ def _torchrun(environ: Environ) -> ProcessEnvironment:
     num_nodes = number("GROUP_WORLD_SIZE", 1, low=1, high=world_size)
     local_world_size = number("LOCAL_WORLD_SIZE", world_size if num_nodes == 1 else None, 1, world_size)
     if num_nodes == 1 and local_world_size < world_size:
-        # torchrun always sets GROUP_WORLD_SIZE. Without it, but with fewer processes here than in total, nodes are
-        # assumed to have equal sizes.
+        # torchrun always sets GROUP_WORLD_SIZE. If it is not set and there are fewer processes on this node than in
+        # total, all nodes are assumed to have the same number of processes.
         num_nodes = -(-world_size // local_world_size)
     return ProcessEnvironment(
         rank=rank,
@@ -205,9 +207,9 @@ def _torchrun(environ: Environ) -> ProcessEnvironment:
 
 
 def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEnvironment]:
-    """Make a reader for MPI, which does not number nodes.
+    """Make a function that reads the variables of MPI, which does not number the nodes.
 
-    Until the processes meet, nodes count as equal and filled in order.
+    Until the processes are connected, nodes are assumed to have equal numbers of processes, in rank order.
     """
 
     def read(environ: Environ) -> ProcessEnvironment:
@@ -224,7 +226,7 @@ def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEn
 
 
 def _is_hydra(environ: Environ) -> bool:
-    """Return True if mpiexec started this process. srun may set PMI_SIZE too, but not the number on the node."""
+    """Return True if mpiexec started this process. srun may set PMI_SIZE too, but not the rank on the node."""
     several = read_number(environ, "PMI_SIZE", 1) > 1
     return "PMI_SIZE" in environ and (_HYDRA.local_rank in environ or (several and not _is_srun(environ)))
 
@@ -233,12 +235,12 @@ def _is_intel(environ: Environ) -> bool:
     return _is_hydra(environ) and any(name.startswith("I_MPI_") for name in environ)
 
 
-# SLURM.
+# ---- SLURM
 
 
 def _is_srun(environ: Environ) -> bool:
     if not any(name in environ for name in _STEP):
-        # this process cannot be a shell; `_slurm` reports what is missing
+        # a shell has the number 0, so this is a task of srun; `_slurm` reports which variable is missing
         return read_number(environ, "SLURM_PROCID", 0) > 0
     if environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in environ and _first_of(environ, *_STEP_ID) == "0":
         return False
@@ -246,7 +248,7 @@ def _is_srun(environ: Environ) -> bool:
 
 
 def _size_name(environ: Environ) -> str:
-    # salloc may pass on the job's SLURM_NTASKS, so the step's own number comes first.
+    # the step's own variable comes first, since salloc may pass on SLURM_NTASKS of the whole job
     known = "SLURM_STEP_NUM_TASKS" in environ or not any(name in environ for name in _STEP)
     return "SLURM_STEP_NUM_TASKS" if known else "SLURM_NTASKS"
 
@@ -270,7 +272,10 @@ def _slurm(environ: Environ) -> ProcessEnvironment:
 
 
 def _tasks_per_node(environ: Environ, world_size: int) -> list[int]:
-    """Read `2(x3),1` as [2, 2, 2, 1]. Without the variable, divide the tasks evenly over the nodes."""
+    """Return the number of tasks on each node: `2(x3),1` is [2, 2, 2, 1].
+
+    Without the variable, divide the tasks evenly.
+    """
     text = _first_of(environ, "SLURM_STEP_TASKS_PER_NODE")
     if text:
         parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
@@ -288,21 +293,21 @@ def _tasks_per_node(environ: Environ, world_size: int) -> list[int]:
 
 
 def _first_host(environ: Environ) -> str:
-    """Find rank 0's host: `gpu[07-09,12],login1` begins with gpu07."""
+    """Return rank 0's host, the first one of SLURM's node list: gpu07 in `gpu[07-09,12],login1`."""
     hosts = _first_of(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else ""
 
 
 def _port_of_job(environ: Environ) -> int:
-    """Choose a port that differs between jobs and steps."""
+    """Return a port that differs between SLURM jobs and steps."""
     job = read_number(environ, _name_of(environ, "SLURM_JOB_ID", "SLURM_JOBID"), 0)
     step = read_number(environ, _name_of(environ, *_STEP_ID), 0)
     return _port_of(job + 101 * step) if job else 0
 
 
 def _port_of(number: int) -> int:
-    """Choose a port from 20000 to 29999, below those that the kernel assigns."""
+    """Return a port from 20000 to 29999, which is below the ports that the kernel assigns."""
     return 20000 + number % 10000
 
 
@@ -311,15 +316,15 @@ def _first_of(environ: Environ, *names: str) -> str:
 
 
 def _name_of(environ: Environ, *names: str) -> str:
-    """Return the first name that is set; if none is, the first name."""
+    """Return the first name of a variable that is set; if none is set, the first name."""
     return next((name for name in names if environ.get(name)), names[0])
 
 
-# XLA.
+# ---- XLA
 
 
 def _xla(environ: Environ) -> ProcessEnvironment:
-    """Read the place from torch_xla. Its launcher sets only the number on the node; its runtime knows the rest."""
+    """Read rank and world size from torch_xla's runtime. Its launcher sets only the rank on the node as a variable."""
     runtime = require("torch_xla.runtime", extra="xla", purpose="a process that torch_xla's launcher started")
     size = read_number(environ, "PJRT_LOCAL_PROCESS_COUNT", low=1)
     world_size = int(runtime.world_size())

@@ -1,8 +1,9 @@
-"""Control messages between ranks: a first message of fixed size, then small objects with a MAC.
+"""Control messages between ranks: first a message of fixed size, then small objects with a MAC (a signature).
 
-The first message contains what a rank is about to do, and some numbers. Every collective of instep begins with it, as
-an all-gather on the control group. So ranks that enter different collectives still meet, and all of them learn of it.
-Without it, gloo would end the process, because the messages have different sizes.
+The first message contains a digest of what a rank is about to do, and some numbers. Every collective of instep begins
+with an all-gather of this message on the control group. So even if ranks enter different collectives, these messages
+fit together, and all ranks learn of it. Without them, gloo would end the process, because the messages have different
+sizes.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from instep.state.secret import job_secret, not_ours
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-HEADER = 16  # int64 numbers in the message: a digest, then as many sizes as fit
+HEADER = 16  # int64 numbers in the first message: a digest, then up to 15 sizes
 
 _PICKLE, _JSON, _ERROR = b"P", b"J", b"E"
-_HEAD = 5  # int64 numbers sent before a message: its size, and four for its MAC
-_MOST_BYTES = 1 << 38  # more than a machine can pickle
+_HEAD = 5  # int64 numbers that are sent before an object: its size in bytes, and four numbers for its MAC
+_MOST_BYTES = 1 << 38  # limit in bytes, larger than any object that a machine can pickle
 
 
 def meet(group: ProcessGroup, operation: str, described: Sequence[str], sizes: Sequence[int]) -> torch.Tensor:
-    """Check that all ranks are about to do the same, and exchange numbers. Collective.
+    """Check that all ranks are about to enter the same collective, and exchange numbers. Collective.
 
     Args:
-        group: the control group, or one like it.
+        group: the control group, or another gloo group.
         operation: name of what this rank is about to do.
         described: texts that must be the same on all ranks, one per tensor.
         sizes: numbers that may differ between ranks; `described` determines how many.
@@ -47,12 +48,12 @@ def meet(group: ProcessGroup, operation: str, described: Sequence[str], sizes: S
         Every rank's sizes, of shape (ranks, sizes).
 
     Raises:
-        DistributedError: on every rank, if any two disagree; on the waiting ranks, if one does not come.
+        DistributedError: on every rank, if two ranks disagree; on the waiting ranks, if a rank does not come.
     """
     text = "\n".join([operation, *described])
     with awaited(group, operation):
         table = all_gather(header(digest_of(text), *sizes[: HEADER - 1]), group)
-        # same result on every rank: all digests are equal, or all ranks see a difference
+        # all ranks see the same table, so either none of them or all of them raise the error
         if table[:, 0].ne(digest_of(text)).any():
             raise DistributedError(_describe(gather_calls(text, group)))
         known = table[:, 1 : len(sizes) + 1]
@@ -61,15 +62,17 @@ def meet(group: ProcessGroup, operation: str, described: Sequence[str], sizes: S
 
 
 def header(digest: int, *numbers: int) -> torch.Tensor:
-    """Make a first message."""
+    """Make the first message of a collective: a digest and some numbers, filled with zeros to a fixed size."""
     return torch.tensor([digest, *numbers, *[0] * (HEADER - 1 - len(numbers))])
 
 
 def gather_calls(text: str, group: ProcessGroup) -> list[tuple[list[str], str]]:
-    """Gather what every rank is about to do. All ranks call it if their first messages differ. Collective.
+    """Gather descriptions of what every rank is about to do.
+
+    All ranks call this if their first messages differ. Collective.
 
     Returns:
-        For each rank the operation with its tensors, and the line of the user's program.
+        For each rank, the operation with its tensors, and the line of the user's program that called it.
     """
     path, line = call_site(sys._getframe())
     rows = [text.split("\n") for text in _gather_texts(f"{text}\n{os.path.basename(path)}:{line}", group)]
@@ -85,7 +88,7 @@ def _gather_texts(text: str, group: ProcessGroup) -> list[str]:
 
 
 def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Gather every rank's tensor, all of one size, inside of `awaited`. Collective."""
+    """Gather a 1-d tensor of the same size from every rank, inside an `awaited` block. Collective."""
     table = mine.new_empty((group.size(), len(mine)))
     work: Any = dist.all_gather(list(table.unbind()), mine, group=group, async_op=True)
     finish(work)
@@ -93,7 +96,7 @@ def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _describe(calls: list[tuple[list[str], str]]) -> str:
-    """Make the message for ranks that disagree: the first difference in one line, then what each rank does."""
+    """Format the error message if ranks disagree: the first difference in one line, then the call of each rank."""
     cells = [list(column) for column in zip_longest(*[parts for parts, _ in calls], fillvalue="nothing more")]
     index = next((i for i, column in enumerate(cells) if len(set(column)) > 1), 0)
     ranks: dict[str, list[int]] = {}
@@ -109,7 +112,7 @@ def _describe(calls: list[tuple[list[str], str]]) -> str:
 
 
 class _Error(NamedTuple):
-    """Traceback of a failed pickling, which is sent in the object's place."""
+    """Traceback of a pickling that failed, which is sent in place of the object."""
 
     traceback: str
 
@@ -117,16 +120,16 @@ class _Error(NamedTuple):
 def exchange(
     obj: Any, group: ProcessGroup | None, operation: str = "gather_object", any_line: bool = False
 ) -> list[Any]:
-    """Exchange objects, and return those of all ranks in rank order. Collective. Without a group, return only `obj`.
+    """Return the objects of all ranks, in rank order. Collective. Without a group, return only `obj` in a list.
 
     Args:
         obj: anything that can be pickled.
-        group: the control group; None for a process alone.
+        group: the control group; None for a single process.
         operation: name of the call in checked mode.
         any_line: whether checked mode ignores the line of the call.
 
     Raises:
-        Exception: the error of pickling, if this rank's object cannot be pickled.
+        Exception: the error raised by pickle, if this rank's object cannot be pickled.
         RemoteError: on the other ranks, if an object cannot be pickled.
         DistributedError: a message was not signed with this job's secret.
     """
@@ -147,21 +150,21 @@ def exchange(
 
 
 def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device: torch.device | None = None) -> Any:
-    """Send one rank's object to every rank of a group. A collective, which the caller announces.
+    """Send one rank's object to every rank of a group. Collective; in checked mode the caller announces it.
 
     Args:
         obj: anything that can be pickled; used only on `source`.
-        source: rank that sends it, counted in the whole job.
+        source: rank that sends the object, counted in the whole job.
         group: the control group, or another one.
         operation: name of the call in errors.
-        device: where the group's tensors are; the CPU by default.
+        device: device of the tensors that the group sends; the CPU by default.
 
     Returns:
-        The object itself on `source`, copies elsewhere.
+        The object itself on `source`, a copy on the other ranks.
 
     Raises:
-        Exception: the error of pickling, on `source`.
-        RemoteError: on the other ranks, if pickling raised an error.
+        Exception: on `source`, the error raised by pickle, if the object cannot be pickled.
+        RemoteError: on the other ranks, if the object cannot be pickled.
         DistributedError: on the other ranks, if the message was not signed with this job's secret.
     """
     gives = dist.get_rank() == source
@@ -180,7 +183,7 @@ def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device:
 
 def _wait(work: Any, device: torch.device) -> None:
     if device.type == "cpu":
-        finish(work)  # raises when a rank of the group has ended, instead of waiting on
+        finish(work)  # raises an error if a rank of the group has ended, instead of waiting for it
     else:
         work.wait()
 
@@ -192,13 +195,13 @@ def share_error(
 
     Args:
         error: this rank's error, or None.
-        doing: what was being done, for the errors of other ranks, such as "loading the checkpoint".
-        group: the control group; None for a process alone.
-        around_block: whether some ranks call at the beginning of a `with` block and others at its end. Checked mode
-            then compares `doing` and not the line.
+        doing: description of the work, for the errors on other ranks, such as "loading the checkpoint".
+        group: the control group; None for a single process.
+        around_block: whether some ranks call at the beginning of a `with` block and others at its end. In this case
+            checked mode compares `doing`, and not the line of the call.
 
     Raises:
-        BaseException: `error` itself on the rank that has one.
+        BaseException: `error` itself, on a rank that has an error.
         RemoteError: on the other ranks, with the first failing rank and its traceback.
     """
     report = None if error is None else "".join(traceback.format_exception(error))
@@ -207,15 +210,15 @@ def share_error(
     except Exception:
         if error is None:
             raise
-        reports = []  # the group is broken too; this rank's own error is closer to the cause
+        reports = []  # the group is broken too, but this rank's own error is closer to the cause
     if error is not None:
         raise error
     _raise_remote({rank: report for rank, report in enumerate(reports) if report is not None}, doing)
 
 
 def _packed(obj: Any) -> tuple[bytes, Exception | None]:
-    """Pack a message. If the object cannot be pickled, pack the error instead, since other ranks wait."""
-    # not isinstance, since an enum of strings must arrive as an enum
+    """Pack an object into bytes. If it cannot be pickled, pack the error instead, since other ranks wait for it."""
+    # compare types, not isinstance: a str subclass such as an enum must arrive as an enum
     if type(obj) in (type(None), bool, int, float, str):
         return _JSON + json.dumps(obj).encode(), None
     try:
@@ -225,13 +228,13 @@ def _packed(obj: Any) -> tuple[bytes, Exception | None]:
 
 
 def _head(parcel: bytes, group: ProcessGroup, rank: int) -> list[int]:
-    """Return the size of a message and its MAC, as int64 numbers."""
+    """Return the size of a packed object and its MAC, as int64 numbers."""
     mac = job_secret().mac(_place(group, rank), parcel)
     return [len(parcel), *torch.frombuffer(bytearray(mac), dtype=torch.int64).tolist()]
 
 
 def _read(parcel: bytes, head: torch.Tensor, group: ProcessGroup, rank: int) -> Any:
-    """Read the object in a message; it may be an `_Error`.
+    """Read the object in a message, after a check of its MAC. It is an `_Error` if pickling failed on the sender.
 
     Raises:
         DistributedError: the message was not signed with this job's secret.
@@ -240,7 +243,7 @@ def _read(parcel: bytes, head: torch.Tensor, group: ProcessGroup, rank: int) -> 
         raise not_ours(f"a message of rank {rank}")
     kind, content = parcel[:1], parcel[1:]
     if kind == _PICKLE:
-        return pickle.loads(content)  # noqa: S301  its MAC fits
+        return pickle.loads(content)  # noqa: S301  the MAC was checked above
     value = json.loads(content)
     return _Error(value) if kind == _ERROR else value
 

@@ -1,8 +1,8 @@
 """`PartialState`: rank, device and world size of this process.
 
-It is set by the first construction, completely or not at all.
+The first construction sets it, completely or not at all.
 
-This file also has the split of an input over processes, and decorators that run a function only on some processes.
+This file also has `split_between_processes`, and decorators that run a function only on some processes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def share_of(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
     """Return the part of `inputs` that belongs to process `index` of `count`.
 
     The first `len(inputs) % count` processes get one element more than the others. Joined in rank order, the parts are
-    the input. With padding, copies of the last element follow it, so only the first `len(inputs)` elements count.
+    the input. With padding, copies of the last element follow the joined input, so only its first `len(inputs)`
+    elements count.
 
     Args:
         inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict or other mapping
             of these (nested too) whose leaves have one length. It is never changed.
-        index: 0 to `count - 1`.
-        count: the number of processes.
+        index: number of the process, from 0 to `count - 1`.
+        count: number of processes.
         pad: whether to repeat the last element, so that every part has the same length.
 
     Returns:
@@ -64,7 +65,7 @@ def share_of(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
 
 
 def _lengths(value: Any, where: str) -> dict[str, int]:
-    """Return the length of every leaf, by its path."""
+    """Return the length of every leaf of nested inputs, by its path."""
     if isinstance(value, Mapping):
         found: dict[str, int] = {}
         for key, item in value.items():
@@ -115,7 +116,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def run_where(function: Callable[..., Any] | None, here: Callable[[], bool]) -> Any:
-    """Wrap a function so that it runs only if `here()` is true. Without a function, return a decorator."""
+    """Wrap a function, so that a call runs it only if `here()` is true. If the function is None, return a decorator."""
     if function is None:
         return lambda function: run_where(function, here)
 
@@ -127,7 +128,7 @@ def run_where(function: Callable[..., Any] | None, here: Callable[[], bool]) -> 
 
 
 def check_index(decorator: str, name: str, index: int | None) -> None:
-    """Raise an error for a decorator without a number, which would silently run nowhere."""
+    """Raise SettingError if a decorator got no process number, or a negative one: the function would never run."""
     if index is None:
         raise SettingError(f"{decorator} needs to know on which process: give {name}=...", field=name)
     if index < 0:
@@ -135,7 +136,7 @@ def check_index(decorator: str, name: str, index: int | None) -> None:
 
 
 def is_index(environment: ProcessEnvironment, name: str, index: int | None, local: bool) -> bool:
-    """Return True if this process has that number. A single process has every number."""
+    """Return True if this process has the number `index`. A single process has every number."""
     if environment.world_size == 1:
         return True
     count = environment.local_world_size if local else environment.world_size
@@ -147,23 +148,23 @@ def is_index(environment: ProcessEnvironment, name: str, index: int | None, loca
 
 
 class ProcessMethods:
-    """Methods of a process by its rank, for `PartialState` and `Accelerator`."""
+    """Methods and properties that depend on this process's rank, shared by `PartialState` and `Accelerator`."""
 
     __slots__ = ()
 
     @property
     def num_processes(self) -> int:
-        """The world size."""
+        """Number of processes, the world size."""
         return process.held().environment.world_size
 
     @property
     def process_index(self) -> int:
-        """The rank of this process, from 0."""
+        """Rank of this process, from 0."""
         return process.held().environment.rank
 
     @property
     def local_process_index(self) -> int:
-        """The rank of this process on its node, from 0."""
+        """Rank of this process among the processes on its node, from 0."""
         return process.held().environment.local_rank
 
     @property
@@ -181,14 +182,15 @@ class ProcessMethods:
         """Whether this is the last rank."""
         return self.process_index == self.num_processes - 1
 
-    # Waiting for each other.
+    # ---- waiting for other processes
 
     def wait_for_everyone(self, name: str | None = None, timeout_s: float | None = None) -> None:
         """Wait until every process calls this. Collective; the device is not synchronized.
 
         Args:
             name: name of the wait. All processes must pass the same name, or none.
-            timeout_s: how long to wait, in seconds. At most the process group's time-out, and by default almost that.
+            timeout_s: how long to wait, in seconds. It is at most the process group's time-out, which is also the
+                default, less a few seconds.
 
         Raises:
             SettingError: the time-out is not above 0, or longer than the process group's.
@@ -204,12 +206,12 @@ class ProcessMethods:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block on rank 0, then on all others. Collective.
+        """Run the `with` block on rank 0, then on all other ranks. Collective.
 
-        Another such block inside it does nothing, since the order already holds.
+        A second such block inside it has no effect, since the order is already set.
 
         Raises:
-            RemoteError: on the other ranks, if the block raised on rank 0; they do not run it.
+            RemoteError: on the other ranks, if the block raised an error on rank 0; they do not run the block.
 
         Example:
             >>> with PartialState().main_process_first():
@@ -220,16 +222,18 @@ class ProcessMethods:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on the first process of every node, then on all others. Collective over all nodes.
+        """Run the `with` block on the first process of every node, then on all other processes.
+
+        Collective over all nodes.
 
         Raises:
-            RemoteError: on every other process, if the block raised on the first process of any node.
+            RemoteError: on every other process, if the block raised an error on the first process of any node.
         """
         with goes_first(process.held(), self.is_local_main_process, "local_main_process_first()"):
             yield
 
-    # Decorators that run a function only on some processes. They decide when the function is called, so that a module
-    # with a decorated function can be imported before the state is built.
+    # ---- decorators that run a function only on some processes. They check the rank at each call, so that a module
+    # with a decorated function can be imported before the state is built
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Make a function run only on rank 0. On other ranks the call returns None.
@@ -244,7 +248,7 @@ class ProcessMethods:
         return run_where(function, lambda: PartialState().is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Make a function run only on the first process of every node. Elsewhere the call returns None."""
+        """Make a function run only on the first process of every node. On other processes the call returns None."""
         return run_where(function, lambda: PartialState().is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
@@ -252,7 +256,7 @@ class ProcessMethods:
         return run_where(function, lambda: PartialState().is_last_process)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Make a function run only on one rank. Elsewhere the call returns None. A single process always runs it.
+        """Make a function run only on one rank. On other ranks the call returns None. A single process always runs it.
 
         Args:
             function: the function. Leave it out in the form `@on_process(process_index=...)`.
@@ -267,7 +271,7 @@ class ProcessMethods:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Make a function run only on one process of every node. Elsewhere the call returns None.
+        """Make a function run only on one process of every node. On other processes the call returns None.
 
         A single process always runs it.
 
@@ -287,17 +291,17 @@ class ProcessMethods:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Yield this process's part of an input. There is no communication: every process holds the whole input.
 
-        The parts are in rank order. If they cannot have equal lengths, the first ones are longer by one. So outside of
-        the block, `instep.distributed.gather_object` joins the ranks' lists of results in the order of the input, and
-        `gather_ragged` does this for tensors. If there are fewer inputs than processes, the last processes get an empty
-        part.
+        The parts are in rank order. If they cannot have equal lengths, the first parts have one element more. So
+        outside of the block, `instep.distributed.gather_object` joins the ranks' lists of results in the order of the
+        input, and `gather_ragged` does this for tensors. If there are fewer inputs than processes, the last processes
+        get an empty part.
 
         Args:
             inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict or other mapping (a
                 tokenizer's BatchEncoding) of these, nested too, whose leaves have one length. It is never changed.
-            apply_padding: whether to repeat the last element, so that all parts have one length. `gather` needs this,
-                and so do models with weights sharded over ranks, whose forward all ranks run together. The copies come
-                last, so only the first `len(inputs)` gathered elements count.
+            apply_padding: whether to repeat the last element, so that all parts have one length. `gather` needs equal
+                lengths. So do models whose weights are sharded over ranks, since all ranks run their forward together.
+                The copies come at the end, so only the first `len(inputs)` gathered elements count.
 
         Raises:
             TypeError: the input is of another type.
@@ -313,7 +317,7 @@ class ProcessMethods:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first process of every node."""
         if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201 (this is what the method is for)
+            print(*args, **kwargs)  # noqa: T201 (printing is the purpose of this method)
 
 
 class PartialState(ProcessMethods):
@@ -327,9 +331,10 @@ class PartialState(ProcessMethods):
     No attribute can be assigned: its values stay until `destroy_process_group()`.
 
     Args:
-        cpu: True uses the CPU even if there is an accelerator. None: as `INSTEP_ACCELERATOR` says, else the accelerator
-            if there is one.
-        debug: whether ranks compare each collective before they run it. None: as `INSTEP_DEBUG` says.
+        cpu: True uses the CPU even if there is an accelerator. None: as the environment variable `INSTEP_ACCELERATOR`
+            says, else the accelerator if there is one.
+        debug: whether ranks compare each collective before they run it (checked mode). None: as the environment
+            variable `INSTEP_DEBUG` says.
         xla: True uses an XLA device. None: only if torch_xla's launcher started the process.
         **init_process_group_kwargs: `backend` (torch's name; by default that of the device; "mpi" under mpirun or srun
             if torch was built with it), `timeout` of every collective (a timedelta, or seconds; torch's default is 10
@@ -359,7 +364,7 @@ class PartialState(ProcessMethods):
     ) -> None:
         process.ensure(cpu, debug, xla, init_process_group_kwargs)
 
-    # The facts.
+    # ---- facts about this process
 
     @property
     def initialized(self) -> bool:
@@ -368,7 +373,7 @@ class PartialState(ProcessMethods):
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
+        """Device of this process."""
         return process.held().device
 
     @property
@@ -383,12 +388,12 @@ class PartialState(ProcessMethods):
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes."""
+        """Number of nodes in the job."""
         return process.held().environment.num_nodes
 
     @property
     def node_index(self) -> int:
-        """The number of this node, from 0."""
+        """Number of this node, from 0."""
         return process.held().environment.node_rank
 
     @property
@@ -398,24 +403,24 @@ class PartialState(ProcessMethods):
 
     @property
     def owns_process_group(self) -> bool:
-        """Whether instep made the process group, and may destroy it."""
+        """Whether instep created the process group, and may destroy it."""
         groups = process.held().groups
         return groups is not None and groups.owned
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
-        """A CPU (gloo) group of all processes for control messages; None for a single process."""
+        """CPU (gloo) process group of all processes for control messages; None for a single process."""
         groups = process.held().groups
         return None if groups is None else groups.control
 
-    # The device and the group.
+    # ---- the device and the process group
 
     def set_device(self) -> None:
-        """Make this process's device the current one again, in case the user's code has changed it."""
+        """Make this process's device the current device again, in case the user's code has changed it."""
         make_current(self.device)
 
     def destroy_process_group(self, abort: bool = False) -> None:
-        """Leave the process group. Afterwards the state can be built again.
+        """Leave and destroy the process group. Afterwards a new PartialState can be built.
 
         A single process has no group and keeps its state. A group that existed before the state is not destroyed.
 
@@ -427,7 +432,7 @@ class PartialState(ProcessMethods):
 
     @staticmethod
     def _reset_state() -> None:
-        """Reset everything, including the runs, and leave the group if instep made it. For tests."""
+        """Reset the process state and the active runs, and leave the process group if instep created it. For tests."""
         process.reset()
         clear_runs()
 

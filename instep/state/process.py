@@ -1,4 +1,4 @@
-"""The record behind `PartialState`. It is built completely or not at all, replaced as a whole, and never changed."""
+"""`Process`: the record whose values `PartialState` shows. It is built completely or not at all, and never changed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _OPTIONS = ("backend", "timeout", "pg_options", "device_id")
 
 @dataclass(frozen=True)
 class Process:
-    """Record of this process, which `PartialState` shows.
+    """Record of this process: its rank, device and groups. `PartialState` shows these values.
 
     Args:
-        environment: the place of this process in its job.
+        environment: rank and world size of this process in its job.
         device: device of the process.
-        distributed_type: kind of the processes together.
+        distributed_type: kind of the job's processes.
         backend: backend of the process group, by torch's name; None for a single process.
-        debug: whether collectives are checked.
+        debug: whether checked mode is on.
         groups: the process groups; None for a single process.
-        asked: the given arguments, with which later ones are compared.
+        asked: arguments of the first construction, with which later arguments are compared.
     """
 
     environment: ProcessEnvironment
@@ -57,13 +57,13 @@ _DESTROYED = (
 
 
 def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[str, Any]) -> None:
-    """Build the record; if there is one, compare the arguments with it."""
+    """Build the record of this process; if it exists, check that the arguments do not contradict it."""
     global _process
     asked = _checked({"cpu": cpu, "debug": debug, "xla": xla}, kwargs)
     if _process is None or not _is_whole(_process):
         _process = None
         _process = _build(asked)
-        alone = "INSTEP_AGENT_PID" not in os.environ  # instep's agent has already warned
+        alone = "INSTEP_AGENT_PID" not in os.environ  # if there is an agent of instep, it has already warned
         if alone and _process.environment.rank == 0 and (misspelt := misspelt_variables()):
             warn_user(misspelt)
     else:
@@ -71,12 +71,12 @@ def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[
 
 
 def is_held() -> bool:
-    """Return whether there is a record whose process group still exists."""
+    """Return True if this process has a record, and the record's process group still exists."""
     return _process is not None and _is_whole(_process)
 
 
 def held() -> Process:
-    """Return the record; raise StateError if there is none."""
+    """Return the record of this process; raise StateError if there is none."""
     if _process is None:
         raise StateError(f"the process state holds nothing: {_gone}. Build PartialState() (again) first.")
     if not _is_whole(_process):
@@ -85,7 +85,7 @@ def held() -> Process:
 
 
 def step_group() -> ProcessGroup | None:
-    """Return the group for agreements of the loop in each step; None for a single process."""
+    """Return the CPU process group for agreements of the ranks in each step; None for a single process."""
     groups = held().groups
     return None if groups is None else groups.step
 
@@ -100,7 +100,7 @@ def leave_group(abort: bool) -> None:
 
 
 def reset() -> None:
-    """Leave the process group, if there is one, and drop the record even if there is none."""
+    """Leave the process group, if there is one, and drop the record of this process in any case."""
     global _process, _gone
     leave_group(abort=True)
     _process, _gone = None, "it was reset"
@@ -111,7 +111,7 @@ def _is_whole(process: Process) -> bool:
 
 
 def _checked(switches: dict[str, bool | None], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Check the given arguments; return those that are not left out."""
+    """Check the arguments of `PartialState`; return those that are not None."""
     for name in kwargs:
         if name not in _OPTIONS:
             raise one_of("PartialState's argument", name, (*switches, *_OPTIONS))
@@ -153,14 +153,14 @@ def _kind(asked: dict[str, Any], environment: ProcessEnvironment) -> DeviceKind:
         return find_device_kind("cpu")
     if asked.get("xla", environment.launcher == "xla"):
         return find_device_kind("xla")
-    if "cpu" in asked or "xla" in asked:  # False means the accelerator, whatever the launcher asks for
+    if "cpu" in asked or "xla" in asked:  # False means the accelerator, whatever INSTEP_ACCELERATOR says
         return find_device_kind("auto")
     name = from_env("accelerator") or "auto"
     return find_device_kind(name, field=variable_of("accelerator"))
 
 
 def _on_nodes(environment: ProcessEnvironment, hosts: tuple[str, ...]) -> ProcessEnvironment:
-    """Add the number of the node, which MPI does not give, to the place."""
+    """Add the number of the node and the number of nodes for MPI, which does not number nodes."""
     if environment.launcher not in MPI:
         return environment
     nodes = list(dict.fromkeys(hosts))

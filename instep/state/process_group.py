@@ -1,11 +1,11 @@
-"""Joining and leaving the process group.
+"""Creating, joining and leaving the process groups of a job.
 
-Besides torch's default group for data, separate CPU (gloo) groups are made for control messages, so that these never
-wait for messages of a training step or meet them.
+In addition to torch's default group for data, separate CPU (gloo) groups are created for control messages, so that
+these never wait for collectives of a training step or get mixed up with them.
 
-A rank that failed must be able to end while others are still in a collective. So pending operations are aborted after
-an error and at exit. Otherwise gloo's destructor would wait for their time-out, and destroying the group would kill the
-process with SIGABRT.
+A rank that failed must be able to end while other ranks are still in a collective. So pending operations are aborted
+after an error and at exit. Otherwise gloo's destructor would wait for the time-out of these operations, and destroying
+the group would kill the process with SIGABRT.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ if TYPE_CHECKING:
 def resolve_backend(backend: str | None, kind: DeviceKind, environment: ProcessEnvironment) -> str:
     """Return torch's full name of the backend for a kind of device.
 
-    The group also supports CPU tensors, so that a metric need not be moved to the device to be reduced.
+    The backend also supports CPU tensors, so that a metric need not be moved to the device to be reduced.
 
     Args:
         backend: torch's name, such as "gloo", "nccl" or "cpu:gloo,cuda:nccl"; None for the backend of the device.
-        kind: the device.
-        environment: this process's place.
+        kind: kind of the device.
+        environment: rank and world size of this process.
 
     Raises:
-        SettingError: torch does not know the backend, was built without it, or cannot use it here.
+        SettingError: torch does not know the backend, was built without it, or cannot use it with this device or
+            launcher.
 
     Example:
         >>> from instep.state import find_device_kind
@@ -69,8 +70,7 @@ def resolve_backend(backend: str | None, kind: DeviceKind, environment: ProcessE
         device, _, name = part.rpartition(":")
         _check_backend(name, device or kind.name, environment)
     if backend == "mpi":
-        # With the device's name also for the CPU: with the plain name "mpi" torch makes the group without the store
-        # that gloo needs.
+        # "cpu:mpi" and not "mpi": with the plain name, torch creates the group without the store that gloo needs.
         return "cpu:mpi" if kind.name == "cpu" else f"cpu:mpi,{kind.name}:mpi"
     return f"cpu:gloo,{kind.name}:{backend}" if backend == kind.backend and kind.name != "cpu" else backend
 
@@ -109,12 +109,12 @@ class Groups:
 
     Args:
         default: torch's default group.
-        control: a gloo group of the same ranks for control messages.
-        step: another gloo group, for agreements of the loop in each step. It is separate, so that a rank that alone
-            makes another call never meets these messages.
-        owned: whether instep made the default group; False if the user did.
+        control: gloo group of the same ranks, for control messages.
+        step: another gloo group of the same ranks, for agreements in each training step. It is separate, so that a rank
+            that makes another call on the control group never receives these messages.
+        owned: whether instep created the default group; False if the user did.
         timeout: time limit of every operation of the control group.
-        hosts: the machine of each rank.
+        hosts: host name of each rank's machine.
         turns: counter of this rank's `wait_for_everyone` calls.
     """
 
@@ -129,32 +129,32 @@ class Groups:
 
 _LETTING_GO_S = 0.05
 
-# There is one store per process. A group that is built again meets its peers under a new prefix, and never under the
-# addresses that the previous group left behind.
+# There is one store per process. A group that is created again uses a new prefix in it, so that it never reads the
+# addresses that the previous group has left.
 _store: Store | None = None
 _generation = 0
 
 
 def exists() -> bool:
-    """Return whether this process has a default group already."""
+    """Return True if torch already has a default process group in this process."""
     return dist.is_initialized()
 
 
 def adopt(environment: ProcessEnvironment) -> tuple[str, Groups]:
-    """Use the default group that the user made; return its backend and the groups. Collective of all its processes."""
+    """Use the default group that the user created; return its backend and the groups. Collective."""
     return dist.get_backend(), _leave_in_the_end(_with_control_group(environment, None, owned=False))
 
 
 def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any]) -> Groups:
-    """Make the job's process groups. Collective of all its processes.
+    """Create the process groups of the job. Collective over all its processes.
 
     Args:
-        environment: this process's place.
+        environment: rank and world size of this process.
         backend: torch's name for the backend, such as "gloo" or "cpu:gloo,cuda:nccl".
         options: `timeout` of every operation, `pg_options` and `device_id`, for `init_process_group`.
 
     Raises:
-        SettingError: the address at which the processes meet is unknown.
+        SettingError: the address at which the processes connect is unknown.
     """
     timeout: timedelta | None = options.get("timeout")
     store = _next_store(environment, {} if timeout is None else {"timeout": timeout})
@@ -169,10 +169,10 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
 
 
 def check_existing(environment: ProcessEnvironment) -> None:
-    """Raise an error if a default group exists that contradicts the environment.
+    """Raise SettingError if a default group exists that contradicts the environment variables.
 
     Raises:
-        SettingError: the group gives this process another rank or world size.
+        SettingError: this process has another rank or world size in the group.
     """
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (environment.rank, environment.world_size):
         raise SettingError(
@@ -183,17 +183,17 @@ def check_existing(environment: ProcessEnvironment) -> None:
 
 
 def leave(groups: Groups, abort: bool = False) -> None:
-    """Leave the groups. May be called twice.
+    """Leave the process groups. May be called twice.
 
     Args:
-        groups: groups that `join` returned. A default group that the user made stays.
+        groups: groups that `join` returned. A default group that the user created is not destroyed.
         abort: whether to abort pending operations of all groups, including the default one, without waiting. For use
             after an error and at exit.
     """
     atexit.unregister(_leave_at_exit)
     if not is_current(groups):
         return
-    groups.control.abort()  # nobody waits for these control messages any more
+    groups.control.abort()  # no rank waits for these control messages any more
     groups.step.abort()
     if not groups.owned:
         dist.destroy_process_group(groups.step)
@@ -205,12 +205,12 @@ def leave(groups: Groups, abort: bool = False) -> None:
 
 
 def is_current(groups: Groups) -> bool:
-    """Return whether torch's default group is still the one that was joined."""
+    """Return True if torch's default group is still the group that was joined."""
     return _world() is groups.default
 
 
 def _leave_in_the_end(groups: Groups) -> Groups:
-    # Registered here and not at import, since a process that never joined a group has nothing to leave.
+    # The exit handler is registered here and not at import, since a process that never joined a group needs none.
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit, groups)
     return groups
@@ -220,8 +220,8 @@ def _leave_at_exit(groups: Groups) -> None:
     if is_current(groups):
         record_end(groups.control)
     leave(groups, abort=True)
-    # Wait for gloo's threads, which free the tensors of operations that have just ended. They need the interpreter for
-    # it; if they ask for it during its shutdown, the process ends with SIGABRT.
+    # Wait for gloo's threads, which free the tensors of operations that have just ended. They need Python's GIL for
+    # this. If they request it during the interpreter's shutdown, the process ends with SIGABRT.
     time.sleep(_LETTING_GO_S)
 
 
@@ -233,7 +233,7 @@ def _with_control_group(environment: ProcessEnvironment, timeout: timedelta | No
     use_secret(secret_of_ranks(environment))
     control: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_control")
     step: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_step")
-    # From now on no rank needs the store, so rank 0, which may host it, can end before the others.
+    # After this exchange no rank needs the store, so rank 0, which may host it, can end before the others.
     hosts = tuple(map(str, exchange(socket.gethostname(), control)))
     rank_records.note_hosts(hosts)
     return Groups(_world(), control, step, owned, timeout or default_pg_timeout, hosts)
@@ -244,12 +244,13 @@ def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Stor
     if _store is None:
         path = meeting_file()
         if path:
-            # -1 means no fixed number of ranks; with a number, the first ranks that end would remove the file.
+            # -1 means no fixed number of ranks. With a number, the first ranks that end would remove the file.
             _store = dist.FileStore(path, -1)
             _store.set_timeout(kwargs.get("timeout", default_pg_timeout))
         else:
             _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]
-    # On one node all ranks count the same restarts. Agents of torchrun on several nodes do not; those of instep agree.
+    # On one node all ranks have the same restart count. Agents of torchrun on several nodes may have different counts,
+    # but agents of instep agree on one.
     job = read_job()
     attempt = environment.restart_count if environment.num_nodes == 1 else 0 if job is None else job.restart
     _generation += 1

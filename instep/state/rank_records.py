@@ -1,8 +1,8 @@
-"""Diagnostics in torch's key-value store: before a collective, each rank records which one it enters.
+"""Diagnostics in torch's key-value store: before a collective, each rank records which collective it enters.
 
-Other ranks read these records to name a missing rank without its help. Each record has a MAC made with the job's
-secret. The store is that of the default group. If that is a file, which would grow with each record, the records are in
-a folder next to it.
+From these records, other ranks can tell which rank is missing. Each record has a MAC made with the job's secret. The
+records are in the store of the default group; or, if this store is a file, which would grow with each record, in a
+folder next to it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _LINGER = timedelta(seconds=5)
 _POLL_S = 0.02
-_AT_ONCE = 256  # records per request to a store
+_AT_ONCE = 256  # number of records per request to the store
 
 ENDED_FILE = "INSTEP_ENDED_FILE"
 """Where the agent writes which ranks have ended: a JSON object of exit codes by rank."""
@@ -51,9 +51,9 @@ class RankRecords:
     Every method but `keep_store_alive` raises RuntimeError if the store is gone.
 
     Args:
-        kind: kind of the records; kinds are separate.
-        group: group of the ranks; records of other groups are separate.
-        kept: how many of a rank's latest records are kept.
+        kind: kind of the records; records of different kinds are separate.
+        group: group of the ranks; records of different groups are separate.
+        kept: number of latest records that are kept for each rank.
     """
 
     def __init__(self, kind: str, group: ProcessGroup, kept: int = 1) -> None:
@@ -62,9 +62,10 @@ class RankRecords:
         below: Any = store
         while isinstance(below, dist.PrefixStore):
             below = below.underlying_store
-        file_store: Any = dist.FileStore  # untyped, since the stub of FileStore lacks the path
+        # typed as Any, since torch's type stub of FileStore lacks the attribute `path`
+        file_store: Any = dist.FileStore
         if isinstance(below, file_store):
-            # the same name on all ranks, only for these records
+            # a folder name that all ranks share, used only for these records
             mine = store.compare_set("folder", "", uuid.uuid4().hex).decode()
             store = _Folder(Path(f"{below.path}.{kind}-{mine}"))
         self._store = store
@@ -76,7 +77,10 @@ class RankRecords:
         self._store.set(key, job_secret().sign(f"{self._name}/{key}", [number, text]))
 
     def read(self, number: int, or_later: bool = False) -> dict[int, str]:
-        """Read record `number` of the ranks that have written it; with `or_later` also a later one in its place."""
+        """Return record `number` of each rank that has written it.
+
+        With `or_later`, a later record is returned in its place.
+        """
         found: dict[int, str] = {}
         for first in range(0, self._world, _AT_ONCE):
             ranks = range(first, min(first + _AT_ONCE, self._world))
@@ -93,19 +97,19 @@ class RankRecords:
         return found
 
     def _values(self, keys: list[str]) -> list[bytes | None]:
-        """Return the values of keys, None for a missing one. Two requests, if all keys exist."""
+        """Return the values of keys, with None for a missing key. This takes two requests if all keys exist."""
         if getattr(self._store, "has_extended_api", bool)() and self._store.check(keys):
             return self._store.multi_get(keys)
         # `get` would wait for a missing key
         return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
     def keep_store_alive(self, number: int, ranks: Iterable[int]) -> None:
-        """Wait until these ranks have read record `number`, since the store may end with rank 0, which may end now."""
+        """Wait until these ranks have read record `number`: the store ends with its process, which may be this one."""
         try:
             self._store.set(f"read/{number}/{self._rank}", "")
             self._store.wait([f"read/{number}/{rank}" for rank in ranks], _LINGER)
         except RuntimeError:
-            pass  # the others wait longer than this rank, or are gone
+            pass  # the other ranks wait longer than this rank, or have ended
 
 
 class _Folder:
@@ -156,27 +160,27 @@ def digest_of(text: str) -> int:
 SAY_AFTER_S = 30.0
 _LOOK_S = 0.5
 _WRITE_AFTER_S = 1.0
-_IDLE_S = 5.0  # time without a wait after which the watcher's thread ends
+_IDLE_S = 5.0  # seconds without any wait after which the watcher's thread ends
 _KNOWN_WITHIN_S = 1.0
 _LIBRARIES = (
     *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (instep, torch)),
-    contextlib.__file__,  # frames of `with` blocks and decorators
+    contextlib.__file__,  # contextlib's frames of `with` blocks and decorators
 )
 _LEFT = "left"
 
-_open: dict[int, awaited] = {}  # open waits, by thread
+_open: dict[int, awaited] = {}  # collectives that a thread waits for now, by thread id
 _watcher: tuple[int, threading.Thread] | None = None
 _hosts: tuple[str, ...] = ()
 
 
 def note_hosts(hosts: tuple[str, ...]) -> None:
-    """Record the machines of the ranks, once the groups exist."""
+    """Record the host names of the ranks, for later messages."""
     global _hosts
     _hosts = hosts
 
 
 def finish(work: Any, within_s: float = float("inf")) -> bool:
-    """Wait for an operation that was started inside of `awaited`; return False if it has not ended in this time.
+    """Wait for a torch operation inside an `awaited` block; return False if it has not ended within `within_s` seconds.
 
     Raises:
         RuntimeError: the operation failed, or a rank has ended.
@@ -187,7 +191,8 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
         try:
             work.wait(timedelta(seconds=max(0.001, min(left_s, _LOOK_S))))
         except RuntimeError:
-            if work.is_completed():  # the work failed, or ended after the wait ran out; waiting again shows which
+            # the work has failed, or has ended after this wait timed out; a second wait shows which
+            if work.is_completed():
                 work.wait()
                 return True
             if wait.in_vain:
@@ -199,11 +204,11 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
 
 
 def ended_ranks() -> dict[int, str]:
-    """Read from the agent which ranks have ended while others run, and how; empty without instep's agent."""
+    """Read from instep's agent which ranks have ended while others run, and how; empty without such an agent."""
     try:
         with open(os.environ[ENDED_FILE]) as file:
             codes = json.load(file)
-    except (KeyError, OSError, ValueError):  # there is no agent, or no rank has ended
+    except (KeyError, OSError, ValueError):  # there is no agent of instep, or no rank has ended
         return {}
     return {
         int(rank): "has ended its program with success" if code == 0 else f"has ended with exit code {code}"
@@ -212,23 +217,23 @@ def ended_ranks() -> dict[int, str]:
 
 
 def record_end(group: ProcessGroup) -> None:
-    """Record at the program's end that this rank has ended, for ranks that wait for it later. Never waits long."""
+    """Record at the program's end that this rank has ended, for ranks that wait for it later. This never takes long."""
     how = "has ended its program" + (" after an error" if hasattr(sys, "last_value") else "")
-    with suppress(RuntimeError):  # the store has ended with its process
+    with suppress(RuntimeError):  # the store has ended with the process that hosts it
         RankRecords(_LEFT, group).write(0, how)
 
 
 class awaited:
     """Context manager around a blocking collective.
 
-    It turns a RuntimeError of torch into a DistributedError that names the missing ranks. Inside another `awaited` of
-    the same thread it does nothing.
+    It turns a RuntimeError of torch into a DistributedError that names the missing ranks. Inside another `awaited`
+    block of the same thread it has no effect.
 
     Args:
-        group: the group.
+        group: process group of the collective.
         operation: name of the user's call.
-        alone: whether the block reports missing ranks and explains its errors itself. Then only a rank that has ended
-            stops it.
+        alone: whether the code in the block reports missing ranks itself. Then this object only stops the block if a
+            rank has ended.
 
     Attributes:
         in_vain: whether a rank for which the block waits has ended.
@@ -268,26 +273,27 @@ class awaited:
         raise DistributedError(text) from error
 
     def check_age(self) -> None:
-        """Warn or act, depending on how long the wait has lasted. Called in the watcher's thread."""
+        """Record the wait, warn, or stop it, depending on how long it has lasted. Called in the watcher's thread."""
         age_s = time.monotonic() - self._since
         if age_s < _WRITE_AFTER_S:
             return
         if not self._written:
             self._written = True
             self._write(self._where())
-            if _open.get(self._thread) is not self:  # the wait ended while this was written
+            if _open.get(self._thread) is not self:  # the wait has ended while the record was written
                 self._write("")
         before, self._gone = self._gone, bool(self.gone())
-        if before and self._gone:  # seen twice, since messages that the rank had sent may have been on their way before
+        # only the second time, since messages that the ended rank had sent may still arrive after the first time
+        if before and self._gone:
             self.in_vain = True
         elif age_s > SAY_AFTER_S and not self._told and not self._alone:
             self._told = True
             said = self._text(f"has waited {age_s:.0f} s for the other ranks in {self._where()}, and goes on", {})
-            with suppress(OSError, ValueError):  # stderr is closed
+            with suppress(OSError, ValueError):  # stderr may be closed
                 sys.stderr.write(clean(f"instep: {said}\n"))
 
     def gone(self) -> dict[int, str]:
-        """Return how ranks of the group have ended, by rank."""
+        """Return the ranks of the group that have ended, with a text that says how."""
         ranks = self._ranks()
         gone = {}
         with suppress(RuntimeError):
@@ -295,15 +301,16 @@ class awaited:
         return gone | {rank: how for rank, how in ended_ranks().items() if rank in ranks}
 
     def gone_by_now(self) -> dict[int, str]:
-        """Return the same after an error, with a short wait, since a connection breaks before an end is recorded."""
+        """Return the ended ranks after an error. Wait a moment, since a connection breaks before an end is recorded."""
         deadline = time.monotonic() + _KNOWN_WITHIN_S
-        known = ended_ranks if ENDED_FILE in os.environ else self.gone  # the agent knows how a rank has ended
+        # an agent of instep also knows how a rank has ended
+        known = ended_ranks if ENDED_FILE in os.environ else self.gone
         while not known() and time.monotonic() < deadline:
             time.sleep(_KNOWN_WITHIN_S / 10)
         return self.gone()
 
     def _ranks(self) -> list[int]:
-        """List the ranks of the group, by their number in the whole job."""
+        """Return the ranks of the group, numbered in the whole job."""
         return dist.get_process_group_ranks(self.group)
 
     def _where(self) -> str:
@@ -311,7 +318,7 @@ class awaited:
         return self.operation if frame is None else f"{self.operation} at {':'.join(map(str, call_site(frame)))}"
 
     def _write(self, text: str) -> None:
-        with suppress(RuntimeError):  # the store is gone with its process, which `_text` says
+        with suppress(RuntimeError):  # the store has ended with its process, and `_text` says so
             RankRecords("awaiting", self.group).write(0, text)
 
     def _text(self, what: str, gone: dict[int, str]) -> str:
@@ -336,7 +343,7 @@ class awaited:
 
 
 def call_site(frame: FrameType) -> tuple[str, int]:
-    """Return file and line of the innermost call that is neither in instep nor in torch."""
+    """Return file and line of the innermost call in the user's code, which is neither in instep nor in torch."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
@@ -348,12 +355,12 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe_ended(gone: dict[int, str]) -> str:
-    """Describe how ranks have ended, in one sentence for each; "" if none has."""
+    """Describe how ranks have ended, in one sentence for each rank; "" if no rank has ended."""
     return " ".join(f"Rank {rank} {how}." for rank, how in sorted(gone.items()))
 
 
 def wait_for_start(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every rank has come to make the process group. The store must be unused.
+    """Wait until every rank is ready to create the process group. The store must be unused.
 
     Raises:
         DistributedError: a rank has ended, or did not come in time.
@@ -401,5 +408,5 @@ def _watch() -> None:
         waits: Iterable[awaited] = list(_open.values())
         idle_s = 0.0 if waits else idle_s + _LOOK_S
         for wait in waits:
-            with suppress(RuntimeError):  # the group was left meanwhile
+            with suppress(RuntimeError):  # the process group was left in the meantime
                 wait.check_age()

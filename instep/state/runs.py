@@ -1,7 +1,7 @@
-"""The active run: the precision, strategy and accumulation that hold at the moment.
+"""The stack of runs. The active run has the precision, strategy and gradient accumulation that are in use now.
 
-A Trainer pushes a run for fit, validate, test and predict and pops it at their end; an Accelerator holds one. The run
-on top is the active one. The loop writes `run.gradient`; everybody else reads it through `GradientState`.
+A Trainer pushes a run for fit, validate, test and predict and pops it at their end; an Accelerator has one run. The run
+on top of the stack is active. The loop writes `run.gradient`; other code reads it through `GradientState`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 @dataclass(slots=True, eq=False)
 class GradientRecord:
-    """State of the loop's gradients. The loop writes it, and others read it through `GradientState`.
+    """State of gradient accumulation and of the loaders in use.
+
+    The loop writes it; other code reads it through `GradientState`.
 
     Args:
         num_steps: micro-batches per accumulation window.
         sync_gradients: whether the running micro-batch ends its window, so that gradients are reduced and the optimizer
             steps.
         end_of_dataloader: whether the running micro-batch is the last of the active loader.
-        remainder: number of samples in the last global batch without padding; -1 if unknown.
+        remainder: number of samples, without padding, in the last global batch; -1 if unknown.
         active_dataloader: innermost loader that is iterated now; None outside of loops.
         dataloader_references: all loaders that are iterated now, outermost first.
-        adjust_scheduler: whether schedules count batches. Then an optimizer step advances them by the number of batches
-            in its window, otherwise by one.
-        sync_with_dataloader: whether a window ends with its loader.
+        adjust_scheduler: whether learning-rate schedules count batches. If True, an optimizer step advances them by the
+            number of batches in its window, else by one.
+        sync_with_dataloader: whether an accumulation window ends at the end of its loader.
         is_xla_gradients_synced: whether XLA has reduced the gradients of this window.
     """
 
@@ -97,9 +99,9 @@ def push_run(run: Run) -> Run:
 
 
 def pop_run(run: Run) -> None:
-    """End a run. The run that was active before it is active again.
+    """End a run. If it was the active one, the run that was active before is active again.
 
-    A run that is not on top, such as an Accelerator that is freed inside a fit, does not affect the runs above it.
+    A run that is not the active one, such as that of an Accelerator that is freed inside a fit, is only removed.
     Ending a run twice does nothing.
 
     Args:
@@ -126,5 +128,5 @@ def active_run() -> Run | None:
 
 
 def clear_runs() -> None:
-    """End all runs; for tests."""
+    """End all runs. For tests."""
     _runs.clear()

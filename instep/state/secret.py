@@ -1,8 +1,8 @@
-"""The job's secret, which ranks and agents of one job know, and other users of their machines do not.
+"""The job's secret: a key that only the ranks and agents of one job know, with which they sign their messages.
 
-Neither gloo nor a TCPStore authenticates, so whoever reaches a port of a job can send it anything. Every value that
-this package itself reads there has a MAC (HMAC-SHA256), made with the secret, over the value and the place where it
-belongs. A value that does not verify is not unpickled or used.
+Neither gloo nor a TCPStore authenticates, so anybody who can reach a port of a job can send any data to it. Every value
+that instep itself reads from there has a MAC (HMAC-SHA256), made with the secret, of the value and of the place where
+it belongs. A value that does not verify is not unpickled or used.
 
 | who starts the ranks                       | the secret                                                       |
 |--------------------------------------------|------------------------------------------------------------------|
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 JOB_SECRET = "INSTEP_JOB_SECRET"
 JOB_SECRET_FILE = "INSTEP_JOB_SECRET_FILE"
-TRUSTED_NETWORK = "none"  # value of the variable instead of a secret
+TRUSTED_NETWORK = "none"  # value of INSTEP_JOB_SECRET that means that no secret is needed
 HOW_TO_GIVE = (
     f"make one by `openssl rand -hex 32` and set {JOB_SECRET} to it on every node, or {JOB_SECRET_FILE} to a file of "
     f"mode 0600 that holds it ({JOB_SECRET}={TRUSTED_NETWORK} says that nobody else reaches the job's network)"
@@ -44,12 +44,12 @@ HOW_TO_GIVE = (
 NO_SECRET = f"this job has no secret: whoever reaches its ports can run code in it. To close them, {HOW_TO_GIVE}."
 MAC_BYTES = 32
 _LEAST_CHARACTERS = 16
-_MOST_BYTES = 16 << 20  # limit of a value in a store
+_MOST_BYTES = 16 << 20  # largest size in bytes of a value in a store
 _HEX = 2 * MAC_BYTES
 
 
 class Secret:
-    """A key for MACs, which is never shown.
+    """A key for MACs, which no message or log shows.
 
     Args:
         key: the key; empty for a trusted network, where a MAC is only a checksum.
@@ -81,21 +81,21 @@ class Secret:
         return Secret(text.encode())
 
     def mac(self, place: str, data: bytes) -> bytes:
-        """Compute the MAC of bytes that belong to a place, such as a key in a store or a rank's turn."""
+        """Compute the MAC of bytes together with the place that they belong to, such as a key in a store."""
         named = place.encode()
         return hmac.digest(self._key, len(named).to_bytes(8, "little") + named + data, hashlib.sha256)
 
     def fits(self, mac: bytes, place: str, data: bytes) -> bool:
-        """Return True if bytes were written for this place by somebody who knows the secret."""
+        """Return True if a MAC is right, so that the bytes were written for this place by a holder of the secret."""
         return hmac.compare_digest(mac, self.mac(place, data))
 
     def sign(self, place: str, value: Any) -> str:
-        """Return a JSON value for a store, with its MAC in front."""
+        """Encode a value as JSON with its MAC in front, for a store."""
         text = json.dumps(value)
         return self.mac(place, text.encode()).hex() + text
 
     def verify(self, place: str, signed: bytes) -> Any:
-        """Check a result of `sign`, and return its value.
+        """Check the MAC of a text that `sign` returned, and return its value.
 
         Raises:
             DistributedError: the value was signed with another secret, for another place, or not at all.
@@ -118,11 +118,11 @@ def given_secret(environ: Mapping[str, str] | None = None, file: str | os.PathLi
     """Read the secret that the user has set; None if there is none.
 
     Args:
-        environ: the variables; `os.environ` by default.
+        environ: the environment variables; `os.environ` by default.
         file: file of the secret, which takes precedence over the variables.
 
     Raises:
-        SettingError: the secret is too short, or others can read the file.
+        SettingError: the secret is too short, or other users can read the file.
     """
     environ = os.environ if environ is None else environ
     path = file or environ.get(JOB_SECRET_FILE)
@@ -144,14 +144,15 @@ def write_secret(path: Path, secret: Secret) -> None:
 
 
 def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] | None = None) -> Secret:
-    """Return the secret of a job of several ranks, by the table above.
+    """Return the secret of a job of several ranks, by the table at the top of this file.
 
     Args:
-        environment: this rank's place.
-        environ: the variables; `os.environ` by default.
+        environment: rank and number of nodes of this process.
+        environ: the environment variables; `os.environ` by default.
 
     Raises:
-        SettingError: the secret that was set is unfit, or the private folder is not private.
+        SettingError: the secret that the user has set is too short or not private, or the private folder is not
+            private.
     """
     environ = os.environ if environ is None else environ
     given = given_secret(environ)
@@ -165,9 +166,8 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
 
 
 def _is_one_node(environment: ProcessEnvironment, environ: Mapping[str, str]) -> bool:
-    """Return True if all ranks certainly share a machine. All ranks get the same answer."""
-    # A script that sets only RANK and WORLD_SIZE may run on several machines, where each has another address of the
-    # first.
+    """Return True if all ranks are certainly on one machine. The result is the same on all ranks."""
+    # A user who sets only RANK and WORLD_SIZE by hand may start ranks on several machines.
     by_hand = environment.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in environ
     return environment.num_nodes == 1 and not by_hand
 
@@ -175,7 +175,7 @@ def _is_one_node(environment: ProcessEnvironment, environ: Mapping[str, str]) ->
 def _secret_of_user(environ: Mapping[str, str]) -> Secret:
     """Read the secret that all processes of this user share on this machine.
 
-    The first process that needs it makes it.
+    The first process that needs the secret creates it.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     inside = os.path.isdir(runtime) and os.access(runtime, os.W_OK)
@@ -211,11 +211,11 @@ _of_this_job = Secret(b"")
 
 
 def use_secret(secret: Secret) -> None:
-    """Set the secret with which this rank signs messages from now on."""
+    """Set the secret with which this process signs messages from now on."""
     global _of_this_job
     _of_this_job = secret
 
 
 def job_secret() -> Secret:
-    """Return the secret with which this rank signs messages."""
+    """Return the secret with which this process signs messages."""
     return _of_this_job

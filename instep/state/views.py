@@ -12,8 +12,8 @@ from instep.state.runs import MIXED_PRECISIONS, GradientRecord, Run, active_run
 class AcceleratorState(PartialState):
     """The process state, and the precision and strategy of the active run.
 
-    It is a view: a Trainer sets the values for the time of its fit, validate, test or predict, an Accelerator for its
-    lifetime. So two of them in one program never disturb each other.
+    This class is a read-only view. A Trainer sets the values for the time of its fit, validate, test or predict, an
+    Accelerator for its lifetime. So two Trainers in one program never disturb each other.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8": raises an error if the active run has another value. None is not
@@ -40,7 +40,7 @@ class AcceleratorState(PartialState):
         debug: bool | None = None,
         **init_process_group_kwargs: Any,
     ) -> None:
-        # First, since an error here must not leave a process state behind.
+        # This check comes before the process state is built, since after an error no process state must remain.
         if mixed_precision is not None:
             if mixed_precision not in MIXED_PRECISIONS:
                 raise one_of("mixed_precision", mixed_precision, MIXED_PRECISIONS)
@@ -69,7 +69,7 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """Strategy of the active run if it is DeepSpeed's, else None. An Accelerator has no DeepSpeed."""
+        """Strategy of the active run if it is DeepSpeed, else None. An Accelerator never has DeepSpeed."""
         plugin = _run().plugin
         return plugin if getattr(plugin, "name", "") == "deepspeed" else None
 
@@ -81,8 +81,8 @@ class AcceleratorState(PartialState):
 class GradientState:
     """Position of the active run in its accumulation window and its loader.
 
-    Everybody can read this view; only the loop of the run writes the values. Outside of runs it shows that every
-    backward is its own window and that no loader is active.
+    Any code can read this view; only the loop of the run writes the values. Outside of runs, every backward counts as a
+    whole accumulation window, and no loader is active.
 
     Example:
         >>> GradientState().sync_gradients
@@ -101,12 +101,12 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the running micro-batch ends its window."""
+        """Whether the running micro-batch ends its accumulation window."""
         return _gradient().sync_gradients
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches per window."""
+        """Micro-batches per accumulation window."""
         return _gradient().num_steps
 
     @property
@@ -116,7 +116,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Number of samples in the last global batch without padding; -1 if unknown."""
+        """Number of samples, without padding, in the last global batch; -1 if unknown."""
         return _gradient().remainder
 
     @property
@@ -126,7 +126,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """All loaders that are iterated now, outermost first. A copy of the list."""
+        """All loaders that are iterated now, outermost first, in a new list."""
         return list(_gradient().dataloader_references)
 
     @property
@@ -136,12 +136,12 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether one optimizer step advances a schedule by all the batches of its window, and not by one."""
+        """Whether an optimizer step advances a schedule by the number of batches in its window, instead of by one."""
         return _gradient().adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether a window ends with its loader."""
+        """Whether an accumulation window ends at the end of its loader."""
         return _gradient().sync_with_dataloader
 
     @property
