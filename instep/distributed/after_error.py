@@ -1,4 +1,4 @@
-"""What a rank can still do after an error has ended its run, with the other ranks or alone."""
+"""Helpers for the time after an error: is the device usable, do all ranks arrive, and a group of one rank alone."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Alone(RankGroup):
-    """A group of this process alone, for the case that the others are gone."""
+    """Group of this process alone, for a save after the other ranks have ended."""
 
     def rank_and_size(self) -> tuple[int, int]:
         return 0, 1
 
 
-# Tags that no other message has, so that a rank elsewhere cannot read these as its own messages.
+# Tags that no other message has, so that a rank in other code never receives these messages by mistake.
 _HERE, _ALL_HERE = 7_301, 7_302
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return whether an error comes from the device, in torch or in a kernel of another library.
+    """Return True if an error comes from the device, in torch or in a kernel of another library.
 
     Example:
         >>> is_device_error(RuntimeError("CUDA error: device-side assert triggered")), is_device_error(OSError())
@@ -41,13 +41,13 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def device_failed(error: BaseException, device: torch.device) -> bool:
-    """Return whether the device fails at every call since an error, such as an illegal memory access.
+    """Return True if the device fails at every call since an error such as an illegal memory access.
 
-    The device is tried only if the error came from it, since a call may wait for a rank that will not come.
+    The device is tested only if the error came from it, since a call may wait for a rank that will not come.
 
     Args:
-        error: what ended the run.
-        device: where its steps ran.
+        error: error that ended the run.
+        device: device on which the run computed.
     """
     if not is_device_error(error) or device.type not in ("cuda", "xpu", "cpu"):
         return False
@@ -60,10 +60,10 @@ def device_failed(error: BaseException, device: torch.device) -> bool:
 
 
 def all_arrive(timeout_s: float) -> bool:
-    """Return whether every rank arrives within `timeout_s` after an error. No rank waits much longer.
+    """Return True if every rank calls this within `timeout_s` seconds. No rank waits much longer.
 
     `monitored_barrier` is not used, since all ranks but the first would wait for the group's time-out of half an hour.
-    After False the control group is closed.
+    If the result is False, the control group cannot be used any more.
     """
     group = PartialState().control_group
     if group is None:

@@ -1,9 +1,10 @@
 """Collectives on nested tensors.
 
-Each collective first compares what the ranks are about to do (operation, structure, shapes, dtypes); see `objects.py`.
-`all_reduce_` compares nothing, for code that runs often and knows its tensors.
+Each collective first compares the ranks' calls (operation, structure, shapes, dtypes); see `agree` in `objects.py`.
+Only `all_reduce_` compares nothing: it is for frequent calls whose tensors are known to fit.
 
-With one process nothing is sent, and results have the same form as with several: a 0-dim tensor gathers to shape (1,).
+With one process nothing is sent, and results have the same form as with several processes: a 0-dim tensor is gathered
+to shape (1,).
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceO
 
 
 def gather(data: Any) -> Any:
-    """Concatenate every rank's tensors along dimension 0, on every rank. A collective.
+    """Concatenate every rank's tensors along dimension 0, on every rank. Collective.
 
     Args:
         data: a tensor or nested tensors of one structure, shape and dtype on all ranks (`pad_across_processes` makes
             sizes equal). None stays None.
 
     Returns:
-        The same structure; a tensor of shape (n, ...) becomes (world * n, ...) in rank order, a 0-dim tensor becomes
-        (world,). Detached from the graph.
+        The same structure, detached from the graph. A tensor of shape (n, ...) becomes (world * n, ...) in rank order,
+        a 0-dim tensor becomes (world,).
 
     Raises:
         DataError: a leaf is no tensor.
@@ -51,16 +52,17 @@ def gather(data: Any) -> Any:
 
 
 def gather_ragged(data: Any, rows: int | None = None) -> Any:
-    """Concatenate tensors of all ranks along dimension 0; ranks may have different numbers of rows. A collective.
+    """Concatenate tensors of all ranks along dimension 0; ranks may have different numbers of rows. Collective.
 
     Args:
-        data: a tensor or nested tensors of one structure and dtype on all ranks, and of one shape but for dimension 0,
-            which may also be empty. None stays None.
-        rows: use only so many rows of each of this rank's tensors; 0 takes part and gives nothing. All when None.
+        data: a tensor or nested tensors of the same structure and dtype on all ranks, and of the same shape except for
+            dimension 0, which may have size 0. None stays None.
+        rows: number of first rows to use of each of this rank's tensors; None for all rows. With 0, this rank takes
+            part and adds no rows.
 
     Returns:
         The same structure, detached: the rows of rank 0, then those of rank 1, and so on. A 0-dim tensor counts as one
-        row, or as none where `rows` is 0.
+        row, or as no row if `rows` is 0.
 
     Raises:
         SettingError: `rows` is negative.
@@ -82,16 +84,16 @@ def gather_ragged(data: Any, rows: int | None = None) -> Any:
 
 
 def reduce(data: Any, op: str = "mean") -> Any:
-    """Combine every rank's tensors element by element, on every rank. A collective, except for "none".
+    """Combine every rank's tensors element by element, on every rank. Collective, except for "none".
 
     Args:
         data: a tensor or nested tensors of one structure, shape and dtype on all ranks; not changed. None stays None.
-        op: "sum", "mean", "min", "max", or "none", which gives `data` back untouched.
+        op: "sum", "mean", "min", "max", or "none", which returns `data` unchanged.
 
     Returns:
-        The same structure, detached. Floats keep their dtype (16-bit ones are summed in float32). Integers and bools
-        are summed exactly in int64; their mean is float64, divided once from that sum, hence exact to the last bit of
-        a float64 for sums below 2**53. Minimum and maximum keep every dtype.
+        The same structure, detached. Floats keep their dtype (16-bit floats are summed in float32). Integers and bools
+        are summed exactly in int64. Their mean is float64: this sum is divided once, so the mean is exact to the last
+        bit of a float64 for sums below 2**53. Minimum and maximum keep every dtype.
 
     Raises:
         SettingError: the operation is unknown.
@@ -124,10 +126,10 @@ def reduce(data: Any, op: str = "mean") -> Any:
 
 
 def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Combine one tensor over all ranks in place. A collective; nothing is compared, except in checked mode.
+    """Combine one tensor over all ranks in place. Collective. The ranks' calls are compared only in checked mode.
 
     Args:
-        tensor: contiguous, of one shape and dtype on all ranks; of a floating dtype for "mean".
+        tensor: contiguous tensor of the same shape and dtype on all ranks; a floating dtype for "mean".
         op: "sum", "mean", "min", "max", or "none", which does nothing.
 
     Returns:
@@ -137,7 +139,7 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         SettingError: the operation is unknown.
 
     Example:
-        >>> all_reduce_(torch.tensor([1.0, 2.0]), "mean")  # one process: its own values
+        >>> all_reduce_(torch.tensor([1.0, 2.0]), "mean")  # with one process, the values stay as they are
         tensor([1., 2.])
     """
     if op not in REDUCTIONS:
@@ -146,8 +148,8 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if op == "none" or state.num_processes == 1:
         return tensor
     announce(state.control_group, f"all_reduce_({op})", _described("", tensor, tuple(tensor.shape)))
-    # Nothing was compared before, so use the step group: in the control group, a rank that alone makes another call
-    # would receive this message, of another size.
+    # The ranks' calls were not compared, so use the step group: in the control group, a rank that makes another call
+    # would receive this message, which has another size.
     group = step_group() if tensor.device.type == "cpu" else None
     with _awaited(state, f"all_reduce_({op})"):
         dist.all_reduce(tensor, op=_OPS[op], group=group)
@@ -155,14 +157,14 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def broadcast(data: Any, from_process: int = 0) -> Any:
-    """Give one rank's tensors to every rank. A collective.
+    """Send one rank's tensors to every rank. Collective.
 
     Args:
         data: a tensor or nested tensors of one structure, shape and dtype on all ranks; not changed. None stays None.
-        from_process: the rank that gives the values.
+        from_process: rank that sends the values.
 
     Returns:
-        The same structure, detached: the tensors themselves on `from_process`, new ones elsewhere.
+        The same structure, detached: the tensors themselves on `from_process`, new tensors on the other ranks.
 
     Raises:
         SettingError: there is no such rank.
@@ -190,24 +192,25 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
 
 
 def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Make tensors as long as the longest of any rank along one dimension, so that they can be gathered. A collective.
+    """Pad tensors along one dimension to the longest size of all ranks, so that they can be gathered. Collective.
 
     Args:
-        data: a tensor or nested tensors; not changed. A tensor without that dimension, one of torch's nested tensors,
-            which is warned of, and None stay as they are.
+        data: a tensor or nested tensors; not changed. A tensor without the dimension `dim` and None are returned as
+            they are; so is a tensor of torch.nested, with a warning.
         dim: the dimension to pad; negative counts from the end.
-        pad_index: the value to fill with.
-        pad_first: fill before the data rather than after.
+        pad_index: value to pad with.
+        pad_first: whether to pad before the data, instead of after it.
 
     Returns:
-        The same structure; tensors that are long enough already are the same objects.
+        The same structure. Tensors that are already long enough are the same objects.
 
     Raises:
         DataError: a leaf is no tensor.
-        DistributedError: ranks differ in names, dtypes or numbers of dimensions; the text says which and in what.
+        DistributedError: ranks differ in names, dtypes or numbers of dimensions; the error text says which ranks, and
+            in what.
 
     Example:
-        >>> pad_across_processes(torch.ones(3, 2)).shape  # one process: its tensor is the longest
+        >>> pad_across_processes(torch.ones(3, 2)).shape  # with one process, its own tensor is the longest
         torch.Size([3, 2])
     """
     if isinstance(data, torch.Tensor) and data.is_nested:
@@ -235,12 +238,15 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) ->
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as bytes, since backends move bytes but know few dtypes."""
+    """View a contiguous tensor as bytes, since backends support only some dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _group_of(state: PartialState, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Choose the group for a tensor: gloo for a CPU tensor, which a GPU job's default group may not support."""
+    """Return the process group for a tensor.
+
+    CPU tensors use the gloo group, since a GPU job's default group may not support them.
+    """
     return state.control_group if tensor.device.type == "cpu" else None
 
 
@@ -256,7 +262,7 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the rows of all ranks, of which each has the same number."""
+    """Gather the rows of all ranks, which all have the same number of rows."""
     if state.num_processes == 1:
         return tensor
     rows = tensor.new_empty((state.num_processes * tensor.shape[0], *tensor.shape[1:]))
@@ -268,7 +274,7 @@ def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Gather the rows of all ranks, of which each may have another number."""
+    """Gather the rows of all ranks, which may have different numbers of rows."""
     longest = max(counts)
     if min(counts) == longest:
         return _all_gather(state, tensor)
@@ -280,12 +286,15 @@ def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int
 
 
 def _described(where: str, tensor: torch.Tensor, shape: Any) -> str:
-    kind = tensor.device.type  # CPU tensors use another backend than device tensors
+    kind = tensor.device.type  # part of the comparison, since CPU tensors use another backend than device tensors
     return f"{where or 'tensor'}: {tensor.dtype} {shape}{'' if kind == 'cpu' else f' on {kind}'}"
 
 
 def _check_alike(operation: str, data: Any) -> PartialState:
-    """Check that all ranks call the same operation with tensors of the same kind; return the process state."""
+    """Check that all ranks call the same operation with tensors of the same shapes and dtypes.
+
+    Return the process state.
+    """
     leaves = tensor_leaves(data, operation.partition("(")[0])
     state = PartialState()
     if state.control_group is not None:

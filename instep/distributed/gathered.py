@@ -1,4 +1,4 @@
-"""Outputs of all ranks in the order of the data."""
+"""`gather_in_order`: gathers outputs of all ranks, such as predictions, in the order of the data."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from instep.distributed import gather_object
 from instep.distributed.nested import map_leaves
 from instep.state import PartialState
 
-_AT_ONCE = 32  # batches in one message between ranks
+_AT_ONCE = 32  # number of batches in one message between ranks
 
 
 def gather_in_order(outputs: Sequence[Sequence[Any]], data_rank: int) -> list[list[Any]]:
-    """Give every rank the outputs of all ranks: batch by batch, each batch in the order of ranks. Collective.
+    """Return the outputs of all ranks on every rank: batch by batch, each batch in rank order. Collective.
 
     Args:
-        outputs: for each loader this rank's outputs by batch, on the CPU; anything that can be pickled.
-        data_rank: which part of the data this rank read; of ranks with the same part the first one's outputs count.
+        outputs: for each loader, this rank's outputs by batch, on the CPU. They must be picklable.
+        data_rank: number of the part of the data that this rank read. If several ranks read the same part, only the
+            first rank's outputs are used.
 
     Returns:
-        For each loader the outputs of all parts of the data.
+        For each loader, the outputs for all parts of the data.
     """
     readers: list[int] = gather_object(data_rank)
     order = [readers.index(part) for part in sorted(set(readers))]
@@ -40,7 +41,10 @@ def _of_loader(kept: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 
 def _alone(leaf: Any) -> Any:
-    """Return a copy of a tensor that is a view, since a pickle would include the whole storage."""
+    """Return a copy of a tensor that is a view, since its pickle would include the whole storage.
+
+    Return other leaves unchanged.
+    """
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
     return leaf

@@ -1,10 +1,11 @@
-"""The heartbeat of this process, and the watchdog that ends it when the ranks hang.
+"""The heartbeat of this process, and the watchdog that ends the process if the ranks hang.
 
-The loops write the step and the batch into the node's heartbeat file: two stores into mapped memory per step. A thread
-does the rest: a few times in `hang_timeout_s` it reads the numbers of all ranks on the node. In a hang it writes where
-this rank is, waits briefly for the others' reports, and ends the process with code 76. A stopped rank cannot do so; the
-other ranks or the agent name it. If Python cannot run because C code holds its lock, `faulthandler`'s own thread writes
-the stacks; the watchdog resets the alarm of this thread about once per second.
+The training and evaluation loops write the step and the batch into the node's heartbeat file: two writes to mapped
+memory per step. The watchdog is a thread that reads the numbers of all ranks on the node, a few times in
+`hang_timeout_s`. In a hang it writes where this rank is, waits briefly for the reports of the other ranks, and ends the
+process with code 76. A rank whose process is stopped cannot do so; the other ranks or the agent report it. If Python
+cannot run because C code holds the GIL, `faulthandler`'s own thread writes the stacks; the watchdog resets this
+thread's alarm about once per second.
 """
 
 from __future__ import annotations
@@ -48,20 +49,21 @@ from instep.utils.untrusted_files import clean
 __all__ = ["BATCH", "STEP", "Heartbeat", "heartbeat"]
 
 _TOGETHER_S = 3.0  # seconds from the first rank's report to the last one's
-_AT_ONCE_S = 5.0  # seconds in case writing the report hangs too, as on a bad disk
+_AT_ONCE_S = 5.0  # seconds after which the process ends even if writing the report hangs, as on a bad disk
 _CALLS = 12
 _COLLECTIVES = ("rank_records.py", "messages.py", "barriers.py", "collectives.py", "objects.py")
 _RECORDS = 5
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
-# Functions of a torch with NCCL; since torch 2.11 of any backend.
+# Functions of torch that dump recorded collectives: the first with NCCL only, the second since torch 2.11 with any
+# backend.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def recorded() -> list[dict[str, Any]]:
-    """List the latest collectives, the oldest first; empty if this torch records none.
+    """Return torch's records of the latest collectives, the oldest first; an empty list if torch records none.
 
-    Safe in any thread, also while other threads wait for a device or another rank.
+    This is safe in any thread, even while other threads wait for a device or another rank.
     """
     from torch._C import _distributed_c10d as c10d  # imported late: torch.distributed may be missing
 
@@ -74,7 +76,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def described(entry: dict[str, Any]) -> str:
-    """Describe a collective in words.
+    """Describe a recorded collective in words.
 
     Example:
         >>> described({"profiling_name": "gloo:all_reduce", "collective_seq_id": 7, "process_group": ["0", "default"],
@@ -88,10 +90,10 @@ def described(entry: dict[str, Any]) -> str:
 
 
 class Heartbeat:
-    """Slot of this process in the heartbeat file; `heartbeat()` returns it.
+    """Heartbeat of this process: its slot in the node's heartbeat file. `heartbeat()` returns the object.
 
     Attributes:
-        numbers: `numbers[STEP]` and `numbers[BATCH]` are the loops' to write.
+        numbers: values of the slot. The loops write `numbers[STEP]` and `numbers[BATCH]`.
         hangs: whether the watchdog is about to end the process.
     """
 
@@ -114,13 +116,13 @@ class Heartbeat:
         self.numbers[RANK], self.numbers[PID] = PartialState().process_index, self.pid
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, one of `PHASES`; all ranks call this at the same places of the program."""
+        """Begin a phase, one of `PHASES`. All ranks must call this at the same places of the program."""
         self.numbers[BATCH] = -1
         self.numbers[PHASE] = PHASES.index(phase)
         self.numbers[TURN] += 1
 
     def place(self) -> dict[str, Any]:
-        """Return where this rank is: its step, batch (None: no batch yet in this loop) and phase."""
+        """Return the step, batch (None if the loop has had no batch yet) and phase of this rank."""
         batch = self.numbers[BATCH]
         return {
             "step": self.numbers[STEP],
@@ -130,7 +132,7 @@ class Heartbeat:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Enter a phase inside another phase, which continues afterwards."""
+        """Enter a phase for a `with` block, and continue the outer phase afterwards."""
         outer, batch = PHASES[self.numbers[PHASE]], self.numbers[BATCH]
         self.enter(phase)
         yield
@@ -139,14 +141,14 @@ class Heartbeat:
 
     @contextmanager
     def watched(self, timeout_s: float | None, folder: Path) -> Iterator[None]:
-        """Watch this process and the others on its node. Collective.
+        """Watch this process and the others on its node for hangs, in a `with` block. Collective.
 
         Args:
-            timeout_s: seconds without a step that are a hang; None or infinity: nobody watches.
-            folder: where the report goes, until `set_folder`.
+            timeout_s: seconds without a step after which the ranks count as hung; None or infinity for no watching.
+            folder: folder for the report of a hang, until `set_folder` sets another one.
 
         Raises:
-            SettingError: ranks were given different times.
+            SettingError: ranks have different values of `timeout_s`.
         """
         process = PartialState()
         timeout_s = None if timeout_s == float("inf") else timeout_s
@@ -163,17 +165,17 @@ class Heartbeat:
                 process.wait_for_everyone("mapping the heartbeat file")
         finally:
             if offer is not None:
-                os.unlink(offer)  # all ranks have opened the file, so it disappears when they have ended
+                os.unlink(offer)  # all ranks have opened the file, so it is removed from the disk when they have ended
         if timeout_s is None:
             yield
             return
         self._name = f"hang-{ranks[0][3]}"
         self.set_folder(folder)
-        self._run_folder = None  # a forked process forgets the run folder of its parent
+        self._run_folder = None  # the run folder is not known yet, since `folder` is only its parent
         self.enter("start")
         self.numbers[LIMIT_MS] = max(1, int(1000 * timeout_s))
         assert self._beats is not None
-        from instep.distributed.stragglers import PaceWatch  # imported late: only who watches needs it
+        from instep.distributed.stragglers import PaceWatch  # imported late: only watching needs it
 
         with ExitStack() as stack:
             stack.enter_context(closing(Watchdog(self, self._beats, self._slot, timeout_s)))
@@ -184,10 +186,11 @@ class Heartbeat:
             yield
 
     def end(self) -> None:
-        """Record that an error ends this rank's run; it then counts as behind, since cleanup may take long.
+        """Record that an error ends this rank's run.
 
-        If the watchdog has found a hang and is about to end the process, this does not return. An error at that time,
-        such as a lost connection to another rank, comes from the hang and must not replace it in `status.json`.
+        The rank then counts as behind the others, since its cleanup may take long. If the watchdog has found a hang and
+        is about to end the process, this does not return. An error at that time, such as a lost connection to another
+        rank, comes from the hang and must not replace it in `status.json`.
         """
         found = self._beats is not None and any(beat.said for beat in self._beats.read())
         if self.hangs or (found and self.numbers[LIMIT_MS]):
@@ -196,18 +199,18 @@ class Heartbeat:
 
     def _leave(self) -> None:
         self.numbers[LIMIT_MS] = 0
-        # After an error, stay in this phase, since other ranks wait for this process's connections.
+        # After an error, stay in the phase "end", since other ranks may wait for this process.
         if PHASES[self.numbers[PHASE]] != "end":
             self.enter("outside")
 
     def set_folder(self, folder: Path | None) -> None:
-        """Set the run folder."""
+        """Set the run folder, in which the report of a hang is written."""
         if folder is not None and self._beats is not None and hasattr(self, "_name"):
             self._run_folder = folder.absolute()
             self._beats.set_folder(self._slot, str(self._run_folder / self._name))
 
     def _offer(self, timeout_s: float | None) -> str | None:
-        """Make the file for this node's ranks on the first rank of the node, if no agent has made one."""
+        """On the first rank of the node, create the heartbeat file of the node, if no agent has created one."""
         if timeout_s is None or self._beats is not None or self._local_rank:
             return None
         number, path = tempfile.mkstemp(prefix="instep-heartbeat-")
@@ -217,7 +220,7 @@ class Heartbeat:
 
 
 def _is_deep(path: str) -> bool:
-    """Return whether a file belongs to torch, Python or a collective, whose caller is the more useful place."""
+    """Return True for a source file of torch, Python or instep's collectives, whose caller is shown in its place."""
     if os.path.basename(path) in _COLLECTIVES and f"{os.sep}instep{os.sep}" in path:
         return True
     packages = f"{os.sep}site-packages{os.sep}"
@@ -230,24 +233,24 @@ _one: Heartbeat | None = None
 def heartbeat() -> Heartbeat:
     """Return this process's heartbeat."""
     global _one
-    if _one is None or _one.pid != os.getpid():  # a forked child is another process
+    if _one is None or _one.pid != os.getpid():  # a forked child process needs its own heartbeat
         _one = Heartbeat()
     return _one
 
 
 class Watchdog:
-    """The thread that watches the ranks of this node, until `close`.
+    """Thread that watches the ranks of this node for a hang, until `close`.
 
     Args:
-        heart: this process's.
-        beats: the node's.
-        slot: this process's place in it.
-        timeout_s: the limit.
+        heart: heartbeat of this process.
+        beats: heartbeat file of the node.
+        slot: number of this process's slot in the file.
+        timeout_s: seconds without a step after which the ranks count as hung.
     """
 
     def __init__(self, heart: Heartbeat, beats: HeartbeatFile, slot: int, timeout_s: float) -> None:
-        # Imported late, since only a watchdog needs these; and before watching, since a process may hang while it
-        # imports.
+        # Imported late, since only a watchdog needs these modules; but before the watching begins, since the process
+        # may hang while it imports.
         from instep.distributed.stragglers import activity
         from instep.health import hang_report
 
@@ -257,12 +260,12 @@ class Watchdog:
         self._poll_s = min(0.5, timeout_s / 10)
         self._alarm_s = -float("inf")
         self._hooks: tuple[Any, Any, Any] | None = None
-        # With one rank and no agent, nobody else could read the file.
+        # With one rank and no agent, no other process could read stacks in the file, so they go to stderr.
         self._own = beats.count > 1 or heart.by_agent
         self._out = os.dup(beats.fileno if self._own else 2)
         self._closed = threading.Event()
         self._note_compiler()
-        self._set_alarm()  # set before the thread gets its first turn, since a step may hold Python's lock forever
+        self._set_alarm()  # before the thread starts, since a step may hold the GIL forever
         self._thread = threading.Thread(target=self._run, name="instep-watchdog", daemon=True)
         self._thread.start()
 
@@ -281,8 +284,8 @@ class Watchdog:
         watch = HangDetector(self._beats)
         while not self._closed.wait(self._poll_s):
             self._note_compiler()
-            # If one rank found a hang, all have one: the others report at once, before the end of that rank breaks
-            # their connections.
+            # If one rank has found a hang, all ranks hang. The others report at once, before the end of the first rank
+            # breaks their connections.
             if watch.detect() or any(beat.said for beat in self._beats.read()):
                 self._end()
             self._set_alarm()
@@ -293,14 +296,14 @@ class Watchdog:
             return
         self._alarm_s = now
         limit_s = self._timeout_s
-        if self._own:  # nobody reads this file except in a hang
+        if self._own:  # stacks are written to this rank's place in the file, which is read only after a hang
             os.lseek(self._out, self._beats.stacks_at(self._slot), os.SEEK_SET)
         else:
             limit_s = self._beats.read()[self._slot].patience_s
         faulthandler.dump_traceback_later(min(limit_s, 1e6) + 1.0, file=self._out)
 
     def _note_compiler(self) -> None:
-        """Record compilations after torch's compiler is loaded, since they may take longer than a step."""
+        """If torch's compiler is loaded, record when it compiles, since this may take longer than a step."""
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if self._hooks is not None or handler is None:
             return
@@ -322,7 +325,8 @@ class Watchdog:
         frame = sys._current_frames().get(self._watched)
         calls = traceback.extract_stack(frame)[-_CALLS:]
         records: list[dict[str, Any]] = []
-        with suppress(Exception):  # the format of torch's dump may change; then the report is written without it
+        # the format of torch's dump may change; then the report is written without collectives
+        with suppress(Exception):
             records = recorded()
         near = next((call for call in reversed(calls) if not _is_deep(call.filename)), calls[-1] if calls else None)
         innermost = "not known" if near is None else f"{Path(near.filename).name}:{near.lineno} in {near.name}"
@@ -341,7 +345,7 @@ class Watchdog:
         os._exit(EXIT_HUNG)
 
     def _first(self) -> bool:
-        """Return whether this rank writes its node's report: the first rank that can."""
+        """Return True if this rank writes the report of its node: it is the first rank that has noticed the hang."""
         return next(beat.local_rank for beat in self._beats.read() if beat.said) == self._slot
 
     def _write(self, records: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""States of metric objects, as torchmetrics has them: found in a module, saved, restored, merged over ranks.
+"""States of metric objects, such as torchmetrics has: found in a module, saved, restored, and merged over ranks.
 
 torchmetrics itself is not imported: any object that has a `metric_state` and counts its updates is a metric.
 """
@@ -25,7 +25,7 @@ _MERGED: dict[str, Any] = {
 
 
 def metric_objects(module: nn.Module) -> dict[str, Any]:
-    """Find the module's metric objects by name."""
+    """Return the metric objects in a module, by name."""
     return {
         name: submodule
         for name, submodule in module.named_modules()
@@ -48,27 +48,28 @@ def _state(metric: Any) -> dict[str, Any]:
 
 
 def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Restore the result of `metric_states`; leave out a metric that the module no longer has."""
+    """Restore the result of `metric_states`; skip a metric that the module no longer has."""
     metrics = {name: metric for name, metric in metric_objects(module).items() if name in states}
-    for metric in metrics.values():  # reset all of them before loading any, since a composition resets its parts
-        metric.reset()  # the state already includes what a hook counted since the start
+    for metric in metrics.values():  # reset all metrics before loading any, since a composition resets its parts
+        metric.reset()  # the loaded state already includes what hooks have counted since the start of this run
     for name, metric in metrics.items():
         metric._update_count = states[name]["updates"]
         known, device = metric.metric_state, getattr(metric, "device", None)
         for attribute, value in states[name]["state"].items():
-            if attribute in known:  # a checkpoint may set only known attributes
+            if attribute in known:  # set only known attributes, since a checkpoint is not trusted
                 setattr(metric, attribute, _on(device, value))
 
 
 def restore_metric_states(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Restore the metric objects from a copy of `metric_states`."""
-    with torch.inference_mode(False):  # tensors that the reset makes must also work in the next fit
+    """Restore the metric objects from a copy of the result of `metric_states`."""
+    # tensors that are created by the reset must not be inference tensors, which fit could not use
+    with torch.inference_mode(False):
         reset_others(module, before)
         load_metric_states(module, before)
 
 
 def reset_others(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Reset the metric objects that have no entry in the given states."""
+    """Reset the metric objects of a module that have no entry in `states`."""
     for name, metric in metric_objects(module).items():
         if name not in states:
             metric.reset()
@@ -76,7 +77,7 @@ def reset_others(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 @contextmanager
 def uncounted(module: nn.Module) -> Iterator[None]:
-    """Undo what metric objects count inside the block, for a batch that is run again."""
+    """Undo what metric objects count inside the `with` block, for a batch that a rank only replays."""
     before = copy.deepcopy(metric_states(module))
     try:
         yield
@@ -85,10 +86,10 @@ def uncounted(module: nn.Module) -> Iterator[None]:
 
 
 class Counts:
-    """Counts of metric objects, stored here while the objects count for another loader or stage.
+    """What metric objects have counted, taken out of them while the objects count for another loader or stage.
 
     Args:
-        objects: metric objects; those within them, such as the parts of a wrapper, are taken along.
+        objects: metric objects. Metric objects inside them, such as the parts of a wrapper, are included.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -112,7 +113,7 @@ class Counts:
         return id(metric) in self._parts
 
     def put_back(self, metrics: Iterable[Any]) -> None:
-        """Restore these counts in the metric objects, replace what they counted since, and forget the counts here."""
+        """Restore the stored counts in these metric objects, in place of what they counted since. Drop them here."""
         keys = [id(metric) for metric in metrics]
         _set_attributes([(self._parts.pop(key), self._attributes.pop(key)) for key in keys])
 
@@ -122,7 +123,7 @@ class Counts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Put the counts stored here into the metric objects in a `with` block; then restore the objects' own."""
+        """Put the stored counts into the metric objects for a `with` block; then restore the objects' own counts."""
         others = [(part, _attributes(part)) for part in self._parts.values()]
         _set_attributes([(part, self._attributes[key]) for key, part in self._parts.items()])
         try:
@@ -131,13 +132,13 @@ class Counts:
             _set_attributes(others)
 
     def add_up(self, others: Iterable[Counts] = ()) -> list[Any]:
-        """Add the counts stored here to those that the metric objects have made since they were taken out and reset.
+        """Add the stored counts to what the metric objects have counted since they were reset.
 
         Args:
-            others: further `Counts`, taken out at other times, to add too.
+            others: further `Counts` to add, which were taken out at other times.
 
         Returns:
-            The objects whose states cannot be added up, such as a mean over batches: they are left as they are.
+            The metric objects whose states cannot be added up, such as a mean over batches. They are not changed.
         """
         left: list[Any] = []
         sums: list[tuple[Any, dict[str, Any]]] = []
@@ -168,7 +169,7 @@ def _attributes(part: Any) -> dict[str, Any]:
 
 
 def _set_attributes(of_parts: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
-    # A composition is left out, since it would reset its parts.
+    # A composition has no state itself and is not reset, since it would reset its parts.
     reset_metrics([part for part, _ in of_parts if part.metric_state])
     for part, attributes in of_parts:
         for name, value in attributes.items():
@@ -176,7 +177,7 @@ def _set_attributes(of_parts: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
 
 
 def reset_metrics(metrics: Iterable[Any]) -> None:
-    """Reset metric objects to states into which any later stage can count."""
+    """Reset metric objects. Their new state tensors are not inference tensors, so any later stage can use them."""
     with torch.inference_mode(False):
         for metric in metrics:
             metric.reset()
@@ -200,14 +201,14 @@ def with_groups(metrics: Iterable[Any], module: nn.Module | None) -> list[Any]:
 def merge_metric_states(
     by_rank: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Merge the states of several ranks into those of one rank; the other ranks start from zero.
+    """Merge the metric states of several ranks into states for one rank; the other ranks then start from zero.
 
     The merge is exact if the ranks' states are summed, concatenated, or reduced by minimum or maximum. Other states,
     such as means over ranks, cannot be loaded on another number of ranks.
 
     Args:
-        by_rank: what `metric_states` gave on each.
-        metrics: the module's metric objects by name, whose reductions hold.
+        by_rank: result of `metric_states` on each rank.
+        metrics: the module's metric objects by name, which have the reductions of the states.
 
     Returns:
         The states by name; and the names of metrics whose states cannot be merged.
@@ -238,11 +239,11 @@ def merge_metric_states(
     return merged, refused
 
 
-# ---- ranks that have counted nothing
+# ---- ranks whose metric objects have counted nothing
 
 
 def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """List the dtype and shape of the entries of a metric's list states, without dimension 0 and empty entries."""
+    """Return dtype and shape (without dimension 0) of the first entry of each list state that is not empty."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, one in with_parts(metric):
         for attribute, value in one.metric_state.items():
@@ -252,7 +253,7 @@ def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Return the shapes of list states by name, and each metric's number of updates; 1 if the metric has no counter."""
+    """Return, by the metric's name, the shapes of its list states and its number of updates; 1 if it has no counter."""
     found: dict[str, tuple[dict[str, Any], int]] = {}
     for one in accumulators:
         if one.metric is not None:
@@ -272,7 +273,7 @@ def warn_of_none(metric: Any, name: str) -> None:
 
 
 def not_apart(name: str, metric: Any, what: str) -> LogError:
-    """Make the error for a metric object without states that several stages or loaders log."""
+    """Return the error for a metric object without `metric_state` that several stages or loaders log."""
     return LogError(
         f"self.log({name!r}): this {type(metric).__name__} counts for another {what} too, and has no metric_state (as "
         "torchmetrics' objects have) by which instep could keep the two apart. Use one object for each stage and each "
@@ -281,7 +282,7 @@ def not_apart(name: str, metric: Any, what: str) -> LogError:
 
 
 def not_the_same(name: str, before: Any, value: Any) -> LogError:
-    """Make the error for two metric objects under one name."""
+    """Return the error for two metric objects that are logged under one name in one epoch."""
     return LogError(
         f"self.log({name!r}) got a {type(value).__name__} after the metric object {type(before).__name__} in the same "
         "epoch. Log one object under one name, or use two names."
@@ -290,13 +291,14 @@ def not_the_same(name: str, before: Any, value: Any) -> LogError:
 
 @contextmanager
 def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[None]:
-    """Let a metric that counted nothing on this rank compute: its empty lists get the other ranks' shapes.
+    """Enable a metric that counted nothing on this rank to compute in a `with` block.
 
-    torchmetrics gathers only tensors with equal numbers of dimensions, and warns of a rank without an update.
+    Its empty list states get the dtypes and shapes of the other ranks' states. torchmetrics gathers only tensors with
+    equal numbers of dimensions, and warns of a rank without an update.
 
     Args:
         metric: a metric object.
-        shapes: what `list_shapes` gave on the ranks that have some.
+        shapes: result of `list_shapes` on ranks whose list states are not empty.
     """
     filled: list[tuple[Any, str]] = []
     empty = [one for _, one in with_parts(metric) if not one._update_count]
@@ -318,7 +320,7 @@ def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]
 
 
 def can_take(metric: Any) -> bool:
-    """Whether `Counts` can move out what a metric object has counted."""
+    """Return True if `Counts` can take out what a metric object has counted."""
     return bool(with_parts(metric))
 
 
@@ -328,7 +330,7 @@ def with_parts(metric: Any) -> list[tuple[str, Any]]:
 
 
 def _on(device: Any, value: Any) -> Any:
-    """Return a state on the metric's device."""
+    """Return a state (a tensor, or a list of tensors) moved to a device."""
     if isinstance(value, list):
         return [_on(device, part) for part in value]
     return value.to(device) if isinstance(value, Tensor) and isinstance(device, torch.device) else value

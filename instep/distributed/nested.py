@@ -1,4 +1,4 @@
-"""Nested data: tensors inside lists, tuples, dicts, other mappings and dataclasses."""
+"""Functions on nested data: tensors inside lists, tuples, dicts, other mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from instep.errors import DataError, NotTensorError, ShapeMismatchError
 
 
 def is_torch_tensor(data: Any) -> bool:
-    """Return whether a value is a tensor."""
+    """Return True if a value is a tensor."""
     return isinstance(data, torch.Tensor)
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply a function to every leaf and build the same structure from the results.
+    """Apply a function to every leaf of nested data, and build the same structure from the results.
 
-    Lists, tuples, namedtuples, mappings and dataclasses are entered; everything else is a leaf. Nothing is changed in
-    place.
+    Lists, tuples, namedtuples, mappings and dataclasses are structure; every other object is a leaf. The data is not
+    changed in place.
 
     Example:
         >>> map_leaves(lambda leaf: leaf + 1, {"a": [1, 2], "b": (3,)})
@@ -40,7 +40,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
         values = [map_leaves(function, value) for value in data]
         return kind(*values) if hasattr(data, "_fields") else kind(values)
     if isinstance(data, Mapping):
-        # A copy keeps what the class holds besides its items, such as a default factory or attributes.
+        # Copy, so that a subclass keeps more than its items, such as a default factory or attributes.
         mapping: Any = copy.copy(data)
         for key, value in data.items():
             mapping[key] = map_leaves(function, value)
@@ -48,7 +48,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         instance = copy.copy(data)
         for field in dataclasses.fields(data):
-            # object's own `__setattr__`, since the class may be frozen
+            # the `__setattr__` of `object`, since the dataclass may be frozen
             object.__setattr__(instance, field.name, map_leaves(function, getattr(data, field.name)))
         return instance
     return function(data)
@@ -77,11 +77,11 @@ def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bo
 
     Args:
         data: nested data; not changed.
-        device: where to.
-        non_blocking: do not wait for copies from pinned memory.
+        device: device to move to.
+        non_blocking: whether the host does not wait for copies from pinned memory.
 
     Returns:
-        The same structure; tensors that are there already are the same objects.
+        The same structure. Tensors that are already on the device are the same objects.
 
     Example:
         >>> send_to_device({"x": torch.ones(2), "name": "a"}, "cpu")["name"]
@@ -99,7 +99,7 @@ def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bo
     if hasattr(data, "to") and not isinstance(data, type):
         try:
             return data.to(device, non_blocking=non_blocking)
-        except TypeError:  # the class has its own `to`, without torch's second argument
+        except TypeError:  # the class has a `to` of its own, without the argument non_blocking
             return data.to(device)
     if isinstance(data, (list, tuple, Mapping)) or dataclasses.is_dataclass(data):
         return map_leaves(lambda leaf: send_to_device(leaf, device, non_blocking), data)
@@ -117,11 +117,11 @@ def recursively_apply(
     """Apply a function to every tensor of nested data.
 
     Args:
-        func: called as `func(tensor, *args, **kwargs)`.
+        func: function, called as `func(tensor, *args, **kwargs)`.
         data: nested data; not changed.
         *args: passed on to `func`.
-        test_type: tells the leaves that the function is applied to; the others stay as they are.
-        error_on_other_type: refuse other leaves.
+        test_type: function that returns True for the leaves to which `func` is applied. Other leaves stay as they are.
+        error_on_other_type: whether other leaves raise an error.
         **kwargs: passed on to `func`.
 
     Returns:
@@ -153,7 +153,7 @@ def convert_to_fp32(data: Any) -> Any:
     """Convert the 16-bit floats of nested data to float32.
 
     Args:
-        data: nested data; not changed. Other leaves stay as they are.
+        data: nested data; not changed. All other leaves stay as they are.
 
     Example:
         >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16), 1])
@@ -171,7 +171,7 @@ def listify(data: Any) -> Any:
     """Convert the tensors of nested data to lists of numbers.
 
     Args:
-        data: nested data; not changed. Other leaves stay as they are.
+        data: nested data; not changed. All other leaves stay as they are.
 
     Example:
         >>> listify({"x": torch.tensor([1, 2])})
@@ -181,7 +181,7 @@ def listify(data: Any) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Find the device of the first tensor of nested data; None without a tensor.
+    """Return the device of the first tensor in nested data; None if there is no tensor.
 
     Args:
         data: nested data.
@@ -194,19 +194,19 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def pad_input_tensors(data: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Pad the batch of every tensor with zeros, to a multiple of the number of processes.
+    """Pad the batch dimension of every tensor with zeros, to a multiple of the number of processes.
 
     Args:
         data: nested tensors; not changed.
-        batch_size: the size along `dim`.
-        num_processes: the batch becomes a multiple of this number.
+        batch_size: size of the batch, along `dim`.
+        num_processes: number of which the size of the batch becomes a multiple.
         dim: the dimension of the batch.
 
     Returns:
-        The same structure; tensors that are long enough already are the same objects.
+        The same structure. Tensors that are already long enough are the same objects.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
 
     Example:
         >>> pad_input_tensors(torch.ones(3, 2), 3, 2).shape
@@ -225,13 +225,13 @@ def pad_input_tensors(data: Any, batch_size: int, num_processes: int, dim: int =
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Find the size of dimension 0 of the first tensor that has one; None where there is no such tensor.
+    """Return the size of dimension 0 of the first tensor that has one; None if there is no such tensor.
 
     Example:
         >>> find_batch_size({"x": torch.ones(4, 2), "y": torch.ones(4)})
         4
     """
-    if type(data) is torch.Tensor and data.ndim:  # most batches are a tensor, or begin with one
+    if type(data) is torch.Tensor and data.ndim:  # a short way, since most batches are a tensor or begin with one
         return data.shape[0]
     if type(data) in (list, tuple, dict) and data:
         first = next(iter(data.values() if type(data) is dict else data))
@@ -250,7 +250,7 @@ _FOR_OBJECTS = {
 
 
 def tensor_leaves(data: Any, operation: str) -> list[tuple[str, torch.Tensor]]:
-    """List every tensor with its path; None is skipped.
+    """Return every tensor of nested data with its path; leaves that are None are skipped.
 
     Raises:
         DataError: a leaf is neither a tensor nor None.
@@ -268,25 +268,26 @@ def tensor_leaves(data: Any, operation: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def with_tensors(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Build the same structure with other tensors, in the order of `tensor_leaves`."""
+    """Build the structure of `data` with other tensors, which come in the order of `tensor_leaves`."""
     following = iter(tensors)
     return map_leaves(lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Join nested tensors, such as the batches of a loop, leaf by leaf.
+    """Concatenate nested tensors, such as the batches of a loop, leaf by leaf.
 
     Args:
-        data: nested tensors of one structure; not changed. None stays None. A single entry without a tensor comes back
-            as it is.
-        dim: the dimension to join along; the others must agree. Along 0, a 0-dim tensor counts as one row.
+        data: sequence of nested tensors of the same structure; not changed. None stays None. A single entry without a
+            tensor is returned as it is.
+        dim: dimension to concatenate along; the sizes of all other dimensions must be equal. Along 0, a 0-dim tensor
+            counts as one row.
 
     Returns:
-        One such structure.
+        One structure of the same form.
 
     Raises:
-        DataError: there is nothing to join, a leaf is no tensor, structures or shapes differ, or a tensor has no
-            dimension `dim`.
+        DataError: `data` is empty, a leaf is not a tensor, structures or shapes differ, or a tensor has no dimension
+            `dim`.
 
     Example:
         >>> concatenate([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])
@@ -321,14 +322,14 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice) -> Any:
-    """Take the same rows of every tensor, such as one process's part of a batch.
+    """Slice every tensor in dimension 0 in the same way, such as to one process's part of a batch.
 
     Args:
-        data: nested data; not changed. 0-dim tensors, and what is no tensor, stay as they are.
-        tensor_slice: which rows.
+        data: nested data; not changed. 0-dim tensors and other objects stay as they are.
+        tensor_slice: slice of the rows to take.
 
     Returns:
-        The same structure, of views.
+        The same structure, with views of the tensors.
 
     Example:
         >>> slice_tensors({"x": torch.arange(4), "name": "a"}, slice(1, 3))

@@ -1,6 +1,6 @@
-"""Python objects, errors and waiting: messages between processes other than tensors, over the CPU control group.
+"""Exchange of Python objects and errors between processes, and waiting for all of them, over the CPU control group.
 
-Objects are sent as pickles, and are read only if their MAC was made with the job's secret.
+Objects are sent as pickles. A pickle is read only if its MAC (signature) was made with the job's secret.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def agree(operation: str, described: Sequence[str], sizes: Sequence[int] = ()) -> list[list[int]]:
-    """Check that all ranks are about to do the same, and exchange sizes. A collective.
+    """Check that all ranks are about to enter the same collective, and exchange sizes. Collective.
 
     Args:
-        operation: what this rank is about to do.
-        described: what must be the same on all ranks; one line per tensor.
-        sizes: what may differ; as many on every rank as there are lines, or none on any.
+        operation: name of what this rank is about to do.
+        described: texts that must be the same on all ranks, one line per tensor.
+        sizes: numbers that may differ between ranks: one for each line of `described`, or none on all ranks.
 
     Returns:
         Every rank's sizes, in rank order.
 
     Raises:
-        DistributedError: on every rank, if any two disagree; the text says in what.
+        DistributedError: on every rank, if two ranks disagree; the error text says in what.
     """
     state = PartialState()
     group = state.control_group
@@ -40,7 +40,7 @@ def agree(operation: str, described: Sequence[str], sizes: Sequence[int] = ()) -
 
 
 def check_rank(from_process: int) -> None:
-    """Raise if the job has no such rank; a job of one process allows every number."""
+    """Raise SettingError if the job has no such rank. With a single process, every number is allowed."""
     world = PartialState().num_processes
     if world > 1 and not 0 <= from_process < world:
         raise SettingError(
@@ -51,25 +51,26 @@ def check_rank(from_process: int) -> None:
 
 
 def control_group() -> ProcessGroup | None:
-    """Return the CPU (gloo) group of all processes, for control messages; None for one process.
+    """Return the CPU (gloo) process group of all processes, for control messages; None for a single process.
 
     Example:
-        >>> control_group() is None  # a process alone
+        >>> control_group() is None  # with a single process
         True
     """
     return PartialState().control_group
 
 
 def wait_for_everyone(name: str | None = None, timeout_s: float | None = None) -> None:
-    """Wait until every process has called this. A collective, the same as `PartialState.wait_for_everyone`.
+    """Wait until every process has called this. Collective; the same as `PartialState.wait_for_everyone`.
 
     Args:
-        name: name of what is waited for. All processes give the same name, or none.
-        timeout_s: seconds to wait, at most the process group's time-out; None waits almost that long.
+        name: name of the wait. All processes must pass the same name, or none.
+        timeout_s: seconds to wait, at most the process group's time-out. None means a few seconds less than this
+            time-out.
 
     Raises:
-        SettingError: the time-out is not above 0, or longer than the process group's.
-        DistributedError: a process waits under another name, or did not come. The text says which process.
+        SettingError: the time-out is not above 0, or is longer than the process group's time-out.
+        DistributedError: a process waits with another name, or did not come. The error text says which process.
 
     Example:
         >>> wait_for_everyone("data is ready")
@@ -78,18 +79,18 @@ def wait_for_everyone(name: str | None = None, timeout_s: float | None = None) -
 
 
 def gather_object(obj: Any) -> list[Any]:
-    """Give every rank all ranks' objects, in rank order; lists are joined. A collective.
+    """Return the objects of all ranks on every rank, in rank order; lists are joined. Collective.
 
     Args:
-        obj: anything that can be pickled. A list adds its items, as many as each rank has; anything else is one entry,
-            a dict or a tuple too.
+        obj: any object that can be pickled. A list adds its items to the result; ranks may have lists of different
+            lengths. Any other object, a dict or tuple too, is one entry.
 
     Returns:
-        The items or objects of all ranks.
+        A list of the items or objects of all ranks.
 
     Raises:
-        Exception: what pickling raised, on the ranks whose object cannot be pickled.
-        RemoteError: on the others, with the first such rank and its traceback.
+        Exception: the error raised by pickle, on ranks whose object cannot be pickled.
+        RemoteError: on the other ranks, with the first rank whose object cannot be pickled, and its traceback.
         DistributedError: a message was not signed with this job's secret.
 
     Example:
@@ -103,41 +104,41 @@ def gather_object(obj: Any) -> list[Any]:
 
 
 def broadcast_object(obj: Any, from_process: int = 0) -> Any:
-    """Give one rank's object to every rank. A collective.
+    """Send one rank's object to every rank. Collective.
 
     Args:
-        obj: anything that can be pickled; read on `from_process` only.
-        from_process: the rank that gives it.
+        obj: any object that can be pickled; used only on `from_process`.
+        from_process: rank that sends the object.
 
     Returns:
-        The object itself on `from_process`, copies elsewhere.
+        The object itself on `from_process`, a copy on the other ranks.
 
     Raises:
-        SettingError, RemoteError: as `broadcast_object_list`.
+        SettingError, RemoteError: as for `broadcast_object_list`.
 
     Example:
-        >>> broadcast_object({"run": "digits-7"})  # every rank gets rank 0's
+        >>> broadcast_object({"run": "digits-7"})  # every rank gets the object of rank 0
         {'run': 'digits-7'}
     """
     return broadcast_object_list([obj], from_process)[0]
 
 
 def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace a list's items by those of one rank, in place. A collective.
+    """Replace the items of a list by the items of one rank's list, in place. Collective.
 
     Args:
         objects: a list of the same length on every rank.
-        from_process: the rank whose items are taken.
+        from_process: rank that sends its items.
 
     Returns:
         The list itself.
 
     Raises:
         SettingError: there is no such rank.
-        DistributedError: on every rank, if the lists are not equally long; where the message was not signed with this
-            job's secret. None is changed.
-        Exception: what pickling raised, on `from_process`.
-        RemoteError: on the others, where pickling raised.
+        DistributedError: on every rank, if the lists have different lengths; on the receiving ranks, if the message was
+            not signed with this job's secret. The lists are then not changed.
+        Exception: on `from_process`, the error raised by pickle.
+        RemoteError: on the other ranks, if the items cannot be pickled.
 
     Example:
         >>> settings = ["digits-7", 0.1]
@@ -156,15 +157,15 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 
 
 def raise_together(error: BaseException | None, doing: str) -> None:
-    """Raise on every rank if any rank has an error; do nothing if none has. A collective.
+    """Raise an error on every rank if any rank has an error; otherwise do nothing. Collective.
 
     Args:
         error: this rank's error, or None.
-        doing: what was being done, for the text of the others: "saving the checkpoint".
+        doing: description of the work, for the error text on other ranks, such as "saving the checkpoint".
 
     Raises:
-        BaseException: `error` itself, on the ranks that have one.
-        RemoteError: on the others, with the first failing rank and its traceback.
+        BaseException: `error` itself, on ranks that have an error.
+        RemoteError: on the other ranks, with the first failing rank and its traceback.
 
     Example:
         >>> error = None

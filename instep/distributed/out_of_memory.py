@@ -1,4 +1,4 @@
-"""Running out of memory: whether an error says so, and memory given back to the accelerator."""
+"""Out-of-memory errors: recognizing them, and releasing the memory that torch caches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 from instep.state import DEVICE_KINDS
 
-# Texts for allocators without an exception class of their own, and for remote or chained errors of the others.
+# Texts that show an out-of-memory error: for allocators without an exception class, and for remote errors, of which
+# only the text is known.
 _OUT_OF_MEMORY = (
-    "out of memory",  # the text of CUDA, XPU, MPS and NPU
+    "out of memory",  # in the error text of CUDA, XPU, MPS and NPU
     "OutOfMemoryError",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -21,7 +22,7 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on a device or host, on this rank or a remote one.
+    """Return True if an error says that memory ran out, on a device or host, on this rank or another one.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
@@ -40,10 +41,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the memory that torch caches back to the accelerator. Do nothing without an accelerator.
+    """Release the accelerator memory that torch caches. Do nothing without an accelerator.
 
     Args:
-        garbage_collection: collect reference cycles first, which may hold tensors.
+        garbage_collection: whether to run Python's garbage collector first, since reference cycles may hold tensors.
 
     Example:
         >>> clear_device_cache(garbage_collection=True)

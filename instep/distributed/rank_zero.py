@@ -1,9 +1,9 @@
-"""Decisions of rank 0 for all ranks, and errors of one rank that every rank raises.
+"""`RankGroup`: rank 0 decides for all ranks, and an error of one rank is raised on every rank.
 
-One process reads the disk, and every rank acts on the result.
+It is used where one process reads the disk and every rank acts on the result.
 
-With one process, nothing here creates the process state, since reading a checkpoint in a script must not choose a
-device.
+With one process, no function of this file creates a PartialState, since reading a checkpoint in a script must not
+choose a device.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The ranks that act on a folder together.
+    """Group of ranks that act together, such as on a checkpoint folder.
 
     Args:
-        group: a gloo group of all ranks that nothing else uses, for a thread beside the training: its messages never
-            pair with those of the training, and checked mode does not see them. None: the control group.
+        group: gloo group of all ranks that only this object uses, for a thread beside the training: its messages never
+            get mixed up with those of the training, and checked mode does not compare them. None for the control group.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -38,17 +38,17 @@ class RankGroup:
 
     @classmethod
     def apart(cls) -> RankGroup:
-        """Make a second group of all ranks for these messages. Collective; `close` ends it."""
+        """Make a `RankGroup` with a process group of its own. Collective; `close` destroys the process group."""
         groups = process.held().groups if process.is_held() else None
         group: Any = None if groups is None else new_group(backend="gloo", timeout=groups.timeout)
         return cls(group)
 
     def close(self, abort: bool = False) -> None:
-        """Discard the group that `apart` made.
+        """Destroy the process group that `apart` created.
 
         Args:
-            abort: end what a thread still does with it, by an error. What it says later is an error in any case: over
-                another group it would be taken for an answer to something else.
+            abort: whether to end pending operations in the group, in any thread, by an error. After `close`, every
+                method that sends messages raises an error.
         """
         if self._group is not None and not self._given_up:
             self._given_up = True
@@ -66,25 +66,25 @@ class RankGroup:
         return state.process_index, state.num_processes
 
     def from_every_rank(self, value: T) -> list[T]:
-        """Return all ranks' values, in rank order, on every rank. Collective."""
+        """Return the values of all ranks, in rank order, on every rank. Collective."""
         return exchange(value, self._messages())
 
     def fail_together(self, error: BaseException | None, doing: str) -> None:
-        """Raise on every rank if any rank has an error: that rank's own, RemoteError on the others. Collective."""
+        """If any rank has an error, raise it on this rank, and RemoteError on the other ranks. Collective."""
         share_error(error, doing, self._messages())
 
     def together(self, doing: str) -> Together:
-        """Run a `with` block; an error on any rank is raised on every rank at the block's end.
+        """Return a context manager. An error in its block on any rank is raised on every rank at the block's end.
 
-        Collective at that point.
+        The end of the block is a collective.
 
         The block itself must not wait for another rank, since a rank that failed no longer answers.
 
         Args:
-            doing: names the work, for the errors of the other ranks.
+            doing: description of the work, for the errors on other ranks.
 
         Raises:
-            Exception: the block's own error; on the other ranks RemoteError with its traceback.
+            Exception: the block's own error; on the other ranks, RemoteError with the traceback of this error.
 
         Example:
             >>> with RankGroup().together("reading the file"):
@@ -96,11 +96,12 @@ class RankGroup:
         """Call `decide` on rank 0 and return its result on every rank. Collective.
 
         Args:
-            decide: called on rank 0 only.
-            doing: names the work, for the errors of the other ranks.
+            decide: function that is called on rank 0 only.
+            doing: description of the work, for the errors on other ranks.
 
         Raises:
-            BaseException: what `decide` raised, on rank 0; RemoteError with its traceback on the others.
+            BaseException: on rank 0, the error of `decide`; on the other ranks, RemoteError with the traceback of this
+                error.
         """
         group = self._messages()
         if group is None:
@@ -118,7 +119,7 @@ class RankGroup:
         return value  # pyright: ignore[reportReturnType]
 
     def _messages(self) -> ProcessGroup | None:
-        """Return the group that messages go over; None for a process alone."""
+        """Return the process group for messages; None for a single process."""
         if self._given_up:
             raise DistributedError("this process has given this save up, so it says nothing more of it")
         if self.rank_and_size()[1] == 1:
@@ -127,7 +128,10 @@ class RankGroup:
 
 
 class Together:
-    """A block of `RankGroup.together`; a class, so that checked mode finds the caller's line above it."""
+    """Context manager of `RankGroup.together`.
+
+    It is a class, and not a generator, so that checked mode finds the caller's line.
+    """
 
     def __init__(self, ranks: RankGroup, doing: str) -> None:
         self._ranks, self._doing = ranks, doing
@@ -139,11 +143,11 @@ class Together:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
-            return  # this process is about to end
+            return  # KeyboardInterrupt or SystemExit: this process is about to end
         try:
             self._ranks.fail_together(error, self._doing)
         except BaseException as raised:
-            if raised is not error:  # if it is the block's own error, Python raises it anyway
+            if raised is not error:  # the block's own error is raised by Python after this method
                 raise
 
 

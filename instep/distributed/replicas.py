@@ -1,4 +1,4 @@
-"""Comparison, by hash, of parameters that should be the same on several ranks."""
+"""`compare_replicas`: compares, by hash, tensors that should be the same on several ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LARGE_PRIME = 0x1000003
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A tensor that is not the same on all ranks that hold it.
+    """A tensor that differs between the ranks that hold it.
 
     Args:
-        name: the tensor's.
-        ranks: those that differ from most; all that hold it where there is no majority.
-        holders: all ranks that hold it.
-        hosts: the machine of each rank in `ranks`.
+        name: name of the tensor.
+        ranks: ranks whose tensor differs from the majority; all holders if there is no majority.
+        holders: all ranks that hold the tensor.
+        hosts: host name of each rank in `ranks`.
     """
 
     name: str
@@ -36,19 +36,19 @@ class ReplicaDifference:
 
 
 def compare_replicas(tensors: Mapping[str, Tensor]) -> list[ReplicaDifference]:
-    """Compare tensors over the ranks that hold the same ones. Collective.
+    """Compare tensors by hash between the ranks that hold them. Collective.
 
     Each rank passes its tensors, in any order; names that only one rank has are not compared. For a DTensor, ranks with
     the same shard are compared. If all agree, only one number per kind of shard is sent.
 
     Args:
-        tensors: name -> tensor, on any device; lazy or meta ones are left out.
+        tensors: tensors by name, on any device; lazy and meta tensors are left out.
 
     Returns:
-        What differs, by name; the same list on every rank.
+        The tensors that differ, sorted by name; the same list on every rank.
 
     Example:
-        >>> compare_replicas({"weight": torch.ones(2)})  # a process alone
+        >>> compare_replicas({"weight": torch.ones(2)})  # with a single process
         []
     """
     shards: dict[str, dict[str, int]] = {}
@@ -71,8 +71,8 @@ def compare_replicas(tensors: Mapping[str, Tensor]) -> list[ReplicaDifference]:
 def digest(tensor: Tensor) -> int:
     """Hash a tensor's bytes to 64 bits.
 
-    On a CPU it is a hash function. On another device, weighted sums over the bytes are computed there, so that only 8
-    bytes are copied.
+    On a CPU this is a hash function. On another device, weighted sums over the bytes are computed on the device, so
+    that only 8 bytes are copied to the host.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.device.type == "cpu":
@@ -81,10 +81,10 @@ def digest(tensor: Tensor) -> int:
 
 
 def weigh(data: Tensor) -> int:
-    """Hash bytes to a number on the device that holds them.
+    """Hash bytes to a number, on the device that holds the bytes.
 
     Args:
-        data: uint8, of one dimension.
+        data: uint8 tensor of one dimension.
     """
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for start in range(0, data.numel(), _CHUNK):
@@ -95,7 +95,10 @@ def weigh(data: Tensor) -> int:
 
 
 def _local(tensor: Tensor) -> tuple[Tensor | None, str]:
-    """Return the part of a tensor that this rank holds, and which part this is; None for a partial sum."""
+    """Return this rank's shard of a tensor, and a text that says which shard it is.
+
+    The shard is None for a lazy tensor or a partial sum.
+    """
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return (None if torch.nn.parameter.is_lazy(tensor) else tensor), ""

@@ -1,10 +1,10 @@
-"""Signals: the handler sets a trigger and returns; the loop stops at a step that all ranks agree on.
+"""Signals such as SIGTERM: the handler sets a trigger, and the loop stops at a step that all ranks agree on.
 
 Python runs signal handlers between two bytecodes of the main thread. So no handler runs while the main thread waits in
 a collective that another rank does not join. But the interpreter's own handler, in C, also writes the signal's number
-to the "wake-up" descriptor at once. A daemon thread waits at the other end of that pipe, at no cost to a step. It ends
-the process when the grace period, which starts with the first signal, is over. Code that never releases the GIL can
-only be killed.
+to the "wake-up" descriptor at once. A daemon thread reads from the pipe of this descriptor, at no cost to a step. It
+ends the process when the grace period, which starts with the first signal, is over. Code that never releases the GIL
+can only be killed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from instep.distributed import Triggers
 from instep.errors import EXIT_FAILED
 from instep.utils.untrusted_files import clean
 
-SAME_S = 1.0  # a repeat of a signal within this time is a duplicate, since launcher and scheduler both forward it
-AT_ONCE_S = 5.0  # time after a second signal in which the main thread may end by itself
+SAME_S = 1.0  # seconds within which the same signal is a duplicate, since launcher and scheduler may both forward it
+AT_ONCE_S = 5.0  # seconds after a second signal in which the main thread may end by itself
 _open = 0
 
 
@@ -37,9 +37,10 @@ class Deadline:
     """Thread that ends the process `grace_s` seconds after the first signal, or soon after a second one.
 
     Args:
-        numbers: the signals.
-        grace_s: seconds; infinity for no end.
-        overdue: called with the signal's name before the process ends, in the thread; returns the exit code.
+        numbers: numbers of the signals that start the grace period.
+        grace_s: seconds of the grace period; infinity for no limit.
+        overdue: function that is called with the signal's name, in the thread, before the process is ended. It returns
+            the exit code.
     """
 
     def __init__(self, numbers: Collection[int], grace_s: float, overdue: Callable[[str], int]) -> None:
@@ -53,13 +54,13 @@ class Deadline:
         _open += 1
         before = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
         self._wakes = before == -1
-        if not self._wakes:  # an event loop needs its own descriptor; then only the handler reports signals
+        if not self._wakes:  # an event loop uses the descriptor already, so only the handler reports signals
             signal.set_wakeup_fd(before)
         self._thread = threading.Thread(target=self._watch, name="instep-grace", daemon=True)
         self._thread.start()
 
     def note(self, number: int) -> None:
-        """Start the grace period at this signal; the signal's handler calls this."""
+        """Report a signal, which starts the grace period. The signal's handler calls this."""
         if not self._wakes:
             os.write(self._sender, bytes([number]))
 
@@ -98,7 +99,7 @@ class Deadline:
         self._end(signal.Signals(first).name, time.monotonic() - since)
 
     def _end(self, name: str, after_s: float) -> None:
-        # A last deadline, in case the next lines hang too: on a disk, or on a pipe for stderr that nobody reads.
+        # A last deadline, in case the next lines hang too, on a disk or on a pipe for stderr that nobody reads.
         faulthandler.dump_traceback_later(AT_ONCE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         sys.stderr.flush()
         text = f"instep: {name} came {after_s:.1f} s ago and this process (pid {os.getpid()}) still runs, so it is "
@@ -109,7 +110,7 @@ class Deadline:
 
 @functools.cache
 def _close_in_children() -> None:
-    """Make forked children close the pipe, so that their signals are not written into it."""
+    """Make forked child processes drop the wake-up pipe, so that their signals are not written into it."""
 
     def forget() -> None:
         if _open and threading.current_thread() is threading.main_thread():
@@ -119,25 +120,27 @@ def _close_in_children() -> None:
 
 
 class SignalGuard:
-    """Block in which SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 request a resumable stop; a second one stops at once.
+    """Context manager in which SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 request a resumable stop.
 
-    Signals that the program ignores stay ignored, and the program's own handlers of SIGUSR1 and SIGUSR2 stay. Repeats
-    of a signal within a second are duplicates, since batch systems send it to the launcher and the ranks, and the
-    launcher sends it to its ranks too.
+    A second signal stops at once. Signals that the program ignores stay ignored, and the program's own handlers of
+    SIGUSR1 and SIGUSR2 stay. Repeats of a signal within a second are ignored, since batch systems send it to the
+    launcher and to the ranks, and the launcher also forwards it to its ranks.
 
-    A signal that came after the last agreement is delivered again at the end. SIGUSR1 and SIGUSR2 are not delivered
-    again, since they would kill a program whose training is done.
+    A signal that came after the last agreement of the ranks is raised again at the end of the block. SIGUSR1 and
+    SIGUSR2 are not raised again, since they would kill a program whose training is done.
 
-    Does nothing outside the main thread, where Python delivers no signals. Processes forked from this one, such as a
-    loader's workers, inherit the handler: there SIGTERM ends the process, and the other signals do nothing, since this
-    process ends its children.
+    This object does nothing outside the main thread, since Python delivers signals only to the main thread. Processes
+    forked from this one, such as a loader's workers, inherit the handler: there SIGTERM ends the process, and the other
+    signals do nothing, since this process ends its children.
 
     Args:
-        triggers: where `preempted` is set.
-        grace_s: seconds from the first signal until the process is ended, wherever it is then; infinity for never.
-        overdue: called with the signal's name, in another thread, before the process is ended; returns the exit code.
-        quiet: print nothing; set on all ranks but one.
-        killed: called in the handler with the name of a second signal that ends the process without an exception.
+        triggers: triggers, among which "preempted" is set at a signal.
+        grace_s: seconds from the first signal until the process is ended, whatever it is doing; infinity for never.
+        overdue: function that is called with the signal's name, in another thread, before the process is ended. It
+            returns the exit code.
+        quiet: whether to print no message at a signal, as on all ranks but one.
+        killed: function that is called in the handler with the name of a second signal, if this signal ends the process
+            without an exception.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -184,14 +187,14 @@ class SignalGuard:
         if number is None or number in self.USERS_OWN or isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
         if error is not None:
-            with suppress(OSError, ValueError):  # stderr is on a full disk, or closed
-                # Written now, since the signal may end the process before anybody sees the error.
+            with suppress(OSError, ValueError):  # stderr may be closed or on a full disk
+                # Write the error now, since the signal may end the process before the error is shown.
                 sys.stderr.write(clean("".join(format_exception(error))))
         signal.raise_signal(number)
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():
-            # None means that C code installed the handler, which Python cannot restore.
+            # None means that C code had installed the handler, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
@@ -213,25 +216,25 @@ class SignalGuard:
             if self._before.get(number) is signal.SIG_DFL:
                 self._killed(signal.Signals(number).name)
             self._put_back()
-            self.received = None  # the signal is delivered now
+            self.received = None  # the signal is raised on the next line, so not again at the block's end
             signal.raise_signal(number)
 
 
 def _tell(text: str) -> None:
     """Write to stderr from a signal handler, where print is not safe.
 
-    A progress bar would overwrite the text. So if there is a bar, a thread prints the text, and the bar's stderr shows
-    it above the bar.
+    A progress bar would overwrite the text. So if there is a progress bar, a thread prints the text to the bar's
+    replacement of stderr, which shows it above the bar.
     """
     if hasattr(sys.stderr, "rich_proxied_file"):
-        # Not `threading`, since it may have been starting a thread when the signal came.
+        # Not by `threading`, which may have been in the middle of starting a thread when the signal came.
         _thread.start_new_thread(_print, (text,))
     else:
         os.write(2, f"\n{text}\n".encode())
 
 
 def _print(text: str) -> None:
-    with suppress(Exception):  # the bar or the terminal is gone; the message is repeated at the end of the run
+    with suppress(Exception):  # the bar or the terminal may be gone; the message is repeated at the end of the run
         sys.stderr.write(clean(f"{text}\n"))
         sys.stderr.flush()
 

@@ -1,12 +1,13 @@
-"""Ranks for which the others wait: how long each rank works in a step, compared over all ranks.
+"""Detection of stragglers, the ranks for which the others wait: the time that each rank works in a step is compared.
 
 Ranks that train together all take the same time for a step, since the fast ones wait. So a thread checks twice a second
 what the training thread is doing: waiting for other ranks (a backward pass counts as waiting, since it reduces
-gradients), waiting for data, or working. The share of working times the step's time is the rank's own work. Every 30 s
-each rank writes this time into torch's store. Rank 0 reports ranks that were far above the others twice in a row, and
-writes the newest paces into the run folder for `instep dashboard`. The training thread does none of this.
+gradients), waiting for data, or working. The fraction of samples in which it is working, times the step's time, is the
+rank's work time. Every 30 s each rank writes this time into torch's key-value store. Rank 0 reports ranks whose time
+was far above that of the others twice in a row, and writes the latest times into the run folder for `instep dashboard`.
+The training thread itself does none of this.
 
-On a GPU the host's thread does not show what the device does, so there only waiting for data counts.
+On a GPU the host's thread does not show what the device does, so only the time of waiting for data counts there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SAMPLES = 60
 APART = 0.25
 """What a straggler works longer than the median rank, as a part of the step's time."""
 
-_KEPT = 256  # most ranks that are kept, so that readers of small files can read all rows
+_KEPT = 256  # largest number of ranks in the file, so that programs that read only small files can read all of it
 _WAITS = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}torch{os.sep}autograd{os.sep}graph.py",
@@ -56,13 +57,13 @@ _TRAIN = PHASES.index("train")
 
 @dataclass(frozen=True)
 class Pace:
-    """Times of one rank's steps.
+    """Mean times of one rank's training steps.
 
     Args:
-        step_s: the time of a step.
-        work_s: of that, its own work.
-        data_s: of that, waiting for data.
-        host: its machine.
+        step_s: seconds per step.
+        work_s: seconds per step in which the rank works.
+        data_s: seconds per step in which the rank waits for data.
+        host: host name of the rank's machine.
     """
 
     step_s: float
@@ -77,7 +78,7 @@ class Pace:
 
 
 def activity(frame: FrameType | None) -> str:
-    """Return what a thread is doing: "wait", "data" or "work"."""
+    """Return what a thread is doing, from its stack frame: "wait" (for ranks), "data" (waiting for data) or "work"."""
     while frame is not None:
         path = frame.f_code.co_filename
         if any(part in path for part in _WAITS):
@@ -89,7 +90,7 @@ def activity(frame: FrameType | None) -> str:
 
 
 def find_stragglers(paces: Mapping[int, Pace]) -> list[int]:
-    """Find the ranks that work much longer in a step than most.
+    """Return the ranks that work much longer in a step than the median rank.
 
     Example:
         >>> find_stragglers({rank: Pace(0.4, 0.3 if rank == 2 else 0.1, 0.0, "a") for rank in range(4)})
@@ -103,13 +104,13 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[int]:
 
 
 class PaceWatch:
-    """Thread that compares the paces of the ranks, until `close`.
+    """Thread that measures and compares the step times of the ranks, until `close`.
 
     Args:
-        numbers: this process's slot of the heartbeat file.
+        numbers: this process's slot in the heartbeat file.
         group: the control group.
-        host: this machine.
-        folder: gives the run folder, which is made later; None where there is none.
+        host: host name of this machine.
+        folder: function that returns the run folder, which is chosen later; its result is None if there is none.
     """
 
     def __init__(self, numbers: memoryview, group: ProcessGroup, host: str, folder: Callable[[], Path | None]) -> None:
@@ -123,7 +124,7 @@ class PaceWatch:
     def close(self) -> None:
         """Stop the measuring thread."""
         self._closed.set()
-        self._thread.join(PERIOD_S + 1.0)  # with a time limit, since the store may not answer
+        self._thread.join(PERIOD_S + 1.0)  # with a time limit, since the key-value store may not answer
 
     def _run(self) -> None:
         records = RankRecords("pace", self._group)
@@ -143,12 +144,12 @@ class PaceWatch:
                     self._keep(paces, slow)
                     reported = reported.intersection(slow) | set(before).intersection(slow)
                     before = slow
-            except RuntimeError:  # the process of the store has ended
+            except RuntimeError:  # the process that hosts the key-value store has ended
                 return
             turn += 1
 
     def _measure(self) -> Pace | None:
-        """Measure this rank's pace over the next samples of training; None once closed."""
+        """Measure this rank's step times over the next 60 samples of training; return None after `close`."""
         seen = {"wait": 0, "data": 0, "work": 0}
         steps, seconds, turn = 0, 0.0, -1
         step, at = self._numbers[STEP], time.monotonic()
@@ -167,7 +168,7 @@ class PaceWatch:
         return Pace(step_s, work_s, step_s * seen["data"] / samples, self._host)
 
     def _keep(self, paces: Mapping[int, Pace], slow: list[int]) -> None:
-        """Write the paces of the busiest ranks into the run folder."""
+        """Write the step times of the busiest ranks into the run folder."""
         folder = self._folder()
         if folder is None:
             return

@@ -1,20 +1,22 @@
-"""Triggers: what any process may set and all processes then see at the same step.
+"""Triggers: requests, such as "stop", that any process may set and that all processes then see at the same step.
 
-A trigger is a name with a reason: "stop", "save", "preempted", or a user's own name. Setting a trigger is local and
-costs nothing. The processes agree on triggers while they train, without waiting for each other:
+A trigger is a name with a reason: "stop", "save", "preempted", or a user's own name. Setting a trigger is local,
+without communication. The processes agree on triggers while they train, without waiting for each other:
 
-- At a boundary step k every rank notes its own triggers and starts one asynchronous MAX all-reduce, on CPU, of two
-  numbers: whether it has a trigger, and how far away the next boundary should be.
-- At the next boundary every rank reads the all-reduce, which has finished long before. If any rank had a trigger, the
-  ranks exchange the names and reasons that they noted at step k, and all return the same triggers at the same step.
+- At some steps, called boundaries, every rank notes its own triggers and starts one asynchronous MAX all-reduce, on
+  CPU, of two numbers: whether it has a trigger, and how many steps away the next boundary should be.
+- At the next boundary every rank reads the result of the all-reduce, which has usually finished long before. If any
+  rank had a trigger, the ranks exchange the names and reasons that they noted at the previous boundary, and all return
+  the same triggers at the same step.
 
 Invariants: all ranks have the same boundaries, since the distance between them is itself agreed; every collective here
-happens at a step that all ranks reach; a single process keeps the same schedule. After an error no rank waits.
+happens at a step that all ranks reach; a single process keeps the same schedule. After an error, no rank waits for an
+agreement.
 
-At the loop's end, as at an epoch's, `sync` reads the started agreement and makes a last one on all triggers of any
-rank, so no message is left on the control group. Agreed triggers that no `check` has requested stay in `unclaimed`, for
-a later `check` or for a message to the user. Triggers that are set after the last `sync` stay local (`pending`) and are
-lost with the object.
+At the end of an epoch and of the loop, `sync` reads the started agreement, and makes a last agreement on the triggers
+of all ranks. So no message is left in the process group. Triggers with users' own names that were agreed on, but that
+no `check` has requested, stay in `unclaimed`, for a later `check` or for a message to the user. Triggers that are set
+after the last `sync` stay local (`pending`), and are lost with the object.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ class Trigger:
     """A trigger that all processes agreed on.
 
     Args:
-        name: its name.
-        reason: why it was set, for people.
-        rank: who set it; the lowest rank of several.
+        name: name of the trigger.
+        reason: reason for people to read.
+        rank: rank that set the trigger; the lowest one if several ranks did.
     """
 
     name: str
@@ -57,13 +59,13 @@ class Trigger:
 
 
 class Triggers:
-    """The triggers of one fit.
+    """Triggers of one fit, or of one Accelerator, and the ranks' agreement on them.
 
     Args:
-        every: optimizer steps between two boundaries. By default as many as take about 50 ms, agreed by all ranks; the
-            distance starts at 1 and at most doubles from boundary to boundary, so that a few first steps that return
-            early from the device cannot put the next agreement far away.
-        reserved: names that belong to the loop: `check` reports them but leaves them to `tick` and `sync`.
+        every: optimizer steps between two boundaries. By default it is as many steps as take about 50 ms, and all ranks
+            agree on it. The number starts at 1 and at most doubles from boundary to boundary, since the first steps may
+            return early from the device and seem too fast.
+        reserved: names of the loop's own triggers. `check` reports them, but only `tick` and `sync` reset them.
 
     Raises:
         SettingError: `every` is below 1.
@@ -88,21 +90,21 @@ class Triggers:
         self._every = every or 1
         self._set: dict[str, str] = {}
         self._agreed: dict[str, Trigger] = {}
-        # Users' triggers that were agreed on in `tick` or `sync`, but that no `check` has requested yet.
+        # Names of users' triggers that were agreed on in `tick` or `sync`, but that no `check` has requested yet.
         self._unclaimed: set[str] = set()
         self._next = 0
         self._outstanding: _Outstanding | None = None
         self._last: tuple[int, float] | None = None
         self._abandoned = False
 
-    # These methods are local, without communication.
+    # ---- local methods, without communication
 
     def set(self, name: str, reason: str = "") -> None:
         """Set a trigger on this process. Safe in a signal handler and in any thread.
 
         Args:
-            name: any name; setting it again before it was agreed on changes nothing.
-            reason: why, for people.
+            name: any name. Setting the same name again, before the agreement on it, changes nothing.
+            reason: reason for people to read.
         """
         self._set.setdefault(name, reason)
 
@@ -113,12 +115,12 @@ class Triggers:
 
     @property
     def every(self) -> int:
-        """Optimizer steps between two agreements, as last agreed."""
+        """Optimizer steps between two agreements; the ranks may agree on another number at each agreement."""
         return self._every
 
     @property
     def agreed(self) -> Mapping[str, Trigger]:
-        """Triggers that were agreed on so far, by name; the last one of each."""
+        """Triggers that were agreed on so far, by name; the last one, if a name was agreed on several times."""
         return MappingProxyType(self._agreed)
 
     @property
@@ -127,37 +129,37 @@ class Triggers:
         return tuple(self._agreed[name] for name in sorted(self._unclaimed))
 
     def seen(self, name: str) -> bool:
-        """Return whether a trigger was agreed on so far."""
+        """Return True if a trigger was agreed on so far."""
         return name in self._agreed
 
-    # These methods are collective: every process calls them at the same step.
+    # ---- collective methods, which every process calls at the same step
 
     def tick(self, step: int) -> tuple[Trigger, ...]:
-        """Take part in the agreement; called once after every optimizer step.
+        """Return the triggers that the ranks agree on at this step. Called once after every optimizer step.
 
         Args:
-            step: the number of optimizer steps so far, the same on all ranks.
+            step: number of optimizer steps so far, the same on all ranks.
 
         Returns:
-            The triggers agreed on at this step, the same on all ranks; nearly always none.
+            The triggers agreed on at this step, the same on all ranks; nearly always an empty tuple.
 
         Raises:
-            DistributedError: another process is gone.
+            DistributedError: another process has ended.
         """
         if step < self._next:
             return ()
         return self._at_boundary(step)
 
     def sync(self) -> tuple[Trigger, ...]:
-        """Agree now on all triggers of any process: at an epoch's end, before a save, at the end of fit.
+        """Agree at once on the triggers of all processes, as at an epoch's end, before a save and at the end of fit.
 
-        Waits for the outstanding agreement first.
+        This first waits for the agreement that is in progress.
 
         Returns:
             The triggers, the same on all ranks.
 
         Raises:
-            DistributedError: another process is gone.
+            DistributedError: another process has ended.
         """
         if self._abandoned:
             return ()
@@ -167,9 +169,9 @@ class Triggers:
 
     @contextmanager
     def inner(self) -> Iterator[None]:
-        """Enter an inner loop, such as validation: `tick` counts its steps, with a separate interval.
+        """Enter an inner loop such as validation: `tick` then counts its steps, with a separate interval.
 
-        No agreement is started but unfinished at the start and end of the inner loop. Triggers are agreed on in both
+        At the start and the end of the inner loop, an agreement in progress is finished. Triggers are agreed on in both
         loops.
         """
         self._drain()
@@ -179,20 +181,20 @@ class Triggers:
         self._every, self._next = every, 0
 
     def check(self, name: str | None = None) -> bool:
-        """Return whether any process has set a trigger. Blocking.
+        """Return True if any process has set a trigger. Blocking.
 
-        If so, all processes get True, and the trigger is reset on all of them. A trigger of the Trainer's own loop is
-        not reset, since the loop has not acted on it yet.
+        In this case all processes get True, and the trigger is reset on all of them. A trigger of the Trainer's own
+        loop is not reset, since the loop has not acted on it yet.
 
         Args:
-            name: the trigger; None for any that is not the loop's.
+            name: name of the trigger; None for any trigger that is not the loop's own.
 
         Raises:
-            DistributedError: another process is gone.
+            DistributedError: another process has ended.
         """
         if self._abandoned:
             return False
-        # All ranks know the same triggers from earlier agreements, so these need no message.
+        # Triggers from earlier agreements are known to all ranks, so they need no message.
         claimed = self._unclaimed if name is None else self._unclaimed & {name}
         if claimed:
             self._unclaimed = self._unclaimed - claimed
@@ -208,17 +210,17 @@ class Triggers:
         return True
 
     def abandon(self) -> None:
-        """Forget the started agreement without waiting, after an error; nothing is agreed on afterwards."""
+        """Drop the agreement in progress without waiting, after an error. Afterwards there are no agreements."""
         self._abandoned = True
         self._outstanding = None
         self._next = _NEVER
 
     def _drain(self) -> None:
-        """Wait for the started agreement; triggers that were set since belong to the next one."""
+        """Wait for the agreement in progress, but leave triggers to the next agreement."""
         if self._outstanding is not None:
             self._every = self._read(self._outstanding)[1]
             self._outstanding = None
-        self._last = None  # the time of a validation or save that follows is not part of a step's time
+        self._last = None  # so that the time of a following validation or save does not count as a step's time
 
     def _at_boundary(self, step: int) -> tuple[Trigger, ...]:
         now = time.perf_counter()
@@ -227,7 +229,7 @@ class Triggers:
         if outstanding is not None:
             pending, self._every = self._read(outstanding)
             if pending:
-                # A trigger that a `check` has consumed since then is not reported again.
+                # Leave out triggers that a `check` has reset since the agreement began.
                 noted = {name: reason for name, reason in outstanding.snapshot.items() if name in self._set}
                 triggers = self._consume(self._exchange(noted))
         self._outstanding = self._start(dict(self._set), self._proposal(step, now))
@@ -246,7 +248,7 @@ class Triggers:
         return max(1, min(wanted, 2 * self._every, MAX_EVERY))
 
     def _any(self, operation: str, snapshot: dict[str, str]) -> bool:
-        """Return whether any rank has set a trigger."""
+        """Return True if any rank has set a trigger. Collective."""
         if self._group is None:
             return bool(snapshot)
         announce(self._group, operation)
@@ -258,7 +260,8 @@ class Triggers:
         if self._step is not None:
             announce(self._group, "triggers: tick")
             try:
-                # The group's own method, since torch's function around it costs as much again, in the middle of a step.
+                # Call the group's method directly, since torch's function around it would double the cost, in the
+                # middle of a step.
                 work = self._step.allreduce([message], self._maximum)
             except RuntimeError as error:
                 raise _gone(error) from error
@@ -277,7 +280,7 @@ class Triggers:
         try:
             return exchange(snapshot, self._group, "triggers: names")
         except DistributedError:
-            raise  # with checked collectives this error says more
+            raise  # in checked mode this error has more details
         except RuntimeError as error:
             raise _gone(error) from error
 
@@ -295,7 +298,7 @@ class Triggers:
 
 @dataclass(frozen=True)
 class _Outstanding:
-    """A started all-reduce, and the triggers that this rank had set when it started."""
+    """An all-reduce in progress, and the triggers that this rank had set when it started."""
 
     snapshot: dict[str, str]
     message: torch.Tensor

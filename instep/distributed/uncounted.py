@@ -1,4 +1,4 @@
-"""Batches whose samples cannot be counted reliably, and why: graphs, lists of samples."""
+"""`doubt_of_size`: says why the samples of a batch, such as a list of samples, cannot be counted reliably."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from instep.distributed.nested import find_batch_size, iter_leaves
 
 
 def doubt_of_size(data: Any, batch_size: int | None = None) -> str:
-    """Return why `find_batch_size` may miscount a batch, and the consequence; "" if its count is right.
+    """Return why `find_batch_size` may miscount a batch, and what follows from it; "" if its count is right.
 
     Args:
         data: the batch.
-        batch_size: the loader's attribute of this name.
+        batch_size: the loader's attribute `batch_size`.
 
     Example:
         >>> doubt_of_size([{"x": torch.ones(3)}, {"x": torch.ones(3)}])
@@ -37,7 +37,7 @@ def doubt_of_size(data: Any, batch_size: int | None = None) -> str:
 
 
 def _list_of_samples(data: Any, length: int | None) -> Sequence[Any] | None:
-    """Find a list that may have one entry per sample: of dicts, of different kinds, or of `length` entries."""
+    """Return a list that may have one entry per sample (dicts, unequal tensors, or `length` entries), or None."""
     if isinstance(data, Mapping):
         parts: Iterable[Any] = data.values()
     elif isinstance(data, (list, tuple)) and data:
@@ -45,7 +45,7 @@ def _list_of_samples(data: Any, length: int | None) -> Sequence[Any] | None:
         alike = next((kind for kind in kinds if all(isinstance(one, kind) for one in data)), None)
         begins = {len(leaf) if leaf.ndim else None for _, leaf in iter_leaves(data) if isinstance(leaf, torch.Tensor)}
         if alike is torch.Tensor:
-            begins.discard(None)  # a scalar beside columns does not count
+            begins.discard(None)  # scalars between columns are no reason for doubt
         if alike and len(data) > 1 and (alike is Mapping or len(begins) > 1 or 2 < len(data) == length):
             return data
         parts = data

@@ -1,7 +1,7 @@
-"""Tokens and samples as units of a run: for its end, validation, saves and learning rate.
+"""Tokens and samples as units for the end of a run, validations, saves and learning rates.
 
-`Tokens` and `Samples` are callbacks that count over all ranks, each batch once, and `by_tokens` and `by_samples` make a
-schedule of `instep.schedules` depend on these counts instead of steps. A name is loaded when it is first used.
+`Tokens` and `Samples` are callbacks that count over all ranks, each batch once. `by_tokens` and `by_samples` make a
+schedule of `instep.schedules` depend on these counts instead of steps. Each name is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING

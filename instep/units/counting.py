@@ -1,9 +1,9 @@
 """`Tokens` and `Samples`: callbacks that count over all ranks, and act when the count reaches given numbers.
 
-A batch is counted before its step. If a sum over ranks is needed and the count is on the host, the sum starts at that
-moment and is read after the step. So only a rank that is ahead of the others waits for it. A count on the device, or of
-an accumulated window, is summed after the step. All ranks know the same total after the same optimizer step, and set
-the Trainer's triggers without asking other ranks again: the loop acts at that step.
+A batch is counted before its step. If a sum over ranks is needed and the count is on the host, the sum starts before
+the step and is read after the step. So only a rank that is ahead of the others waits for the sum. A count on the
+device, or of several accumulated batches, is summed after the step. All ranks know the same total after the same
+optimizer step, so they set the Trainer's triggers without another agreement, and the loop acts at this step.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ IGNORED = {"attention_mask": 0, "loss_mask": 0, "sequence_ids": 0, "labels": -10
 
 
 class UnitCount(Callback):
-    """Count of a unit over all ranks, and the actions that it triggers; `Tokens` and `Samples` are its kinds.
+    """Base class of `Tokens` and `Samples`, which count a unit over all ranks and act when the count reaches numbers.
 
     Args:
-        maximum: the run ends at the first optimizer step that reaches it; None for no limit.
-        val_every: a validation after each step that passes a multiple of it; None for none.
-        save_every: a checkpoint after each step that passes a multiple of it; None for none.
-        log: give the total to the loggers.
+        maximum: count at which the run ends, at the first optimizer step that reaches it; None for no limit.
+        val_every: units between validations: one runs after each step that passes a multiple of it. None for no
+            validations.
+        save_every: units between checkpoints: one is saved after each step that passes a multiple of it. None for no
+            saves.
+        log: whether to send the total to the loggers.
 
     Attributes:
-        total: of all ranks, up to the last optimizer step, in earlier processes too.
+        total: count of all ranks up to the last optimizer step, including the time before a resume.
     """
 
-    runs_first = True  # runs first, so that callbacks that save or read metrics at this step see the new total
+    runs_first = True  # before other callbacks, so that those that save or read metrics at this step see the new total
     unit = ""
     on_host = False
     """Whether no count needs what is on the device."""
@@ -65,11 +67,13 @@ class UnitCount(Callback):
         self._begin()
 
     def count_batch(self, batch: Any, samples: float | None) -> int | Tensor:
-        """Count this rank's part of a batch; a tensor on the device is read after its step has begun.
+        """Return the units in this rank's part of a batch.
+
+        If the result is a tensor on the device, it is read after the step has begun.
 
         Args:
-            batch: as `training_step` gets it.
-            samples: those in it that count; None where they are not known.
+            batch: the batch, as `training_step` gets it.
+            samples: number of samples in the batch that count; None if unknown.
         """
         raise NotImplementedError
 
@@ -78,7 +82,7 @@ class UnitCount(Callback):
         return None
 
     def settle(self) -> int:
-        """Add the batches since the last step to the total, and return it. Collective."""
+        """Add the counts of the batches since the last step to the total, and return the total. Collective."""
         if self._begun:
             mine = self._mine + sum(value.read() for value in self._on_device)
             if self._world == 1:
@@ -88,7 +92,7 @@ class UnitCount(Callback):
             for work, summed in self._sums:
                 group: Any = PartialState().control_group
                 with nullcontext() if work.is_completed() else awaited(group, f"{type(self).__name__}: the sum"):
-                    work.wait()  # raises the error if the sum has failed
+                    work.wait()  # raises an error if the sum has failed
                 self._all += int(summed[0])
             self.total += self._all
             self._begin()
@@ -101,7 +105,7 @@ class UnitCount(Callback):
         return {"total": self.total}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the total, on any number of ranks."""
+        """Restore the total. The number of ranks may differ from that of the saved run."""
         check(state_dict, {"total": count}, "the state")
         self.total, self._loaded = state_dict["total"], True
 
@@ -109,13 +113,13 @@ class UnitCount(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self.total = 0  # resets the count, since another Trainer may have used this object before
+            self.total = 0  # reset the count, since another Trainer may have used this object before
         self._loaded = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Find the ranks that count. End a run at once if it has already reached its limit."""
+        """Decide which ranks count, and end the run at once if it has already reached its limit."""
         self._world = trainer.world_size
-        # Ranks of tp, cp and pp read the same data; the first of them counts it.
+        # Ranks of tensor, context and pipeline parallelism read the same data, so only the first of them counts it.
         self._counts = (
             gather_object(trainer.strategy.data_rank).index(trainer.strategy.data_rank) == trainer.global_rank
         )
@@ -142,7 +146,7 @@ class UnitCount(Callback):
         self._begin()
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        self._takes_own = batch is None  # the step has the form training_step(dataloader_iter)
+        self._takes_own = batch is None  # the step is a training_step(dataloader_iter), which takes its batches itself
         if not self._takes_own:
             mine, of_all, *_ = trainer.batch_share
             self._add(batch, mine, of_all)
@@ -163,7 +167,7 @@ class UnitCount(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({self.unit: self.total}, step=step)
 
-    # ---- one optimizer window
+    # ---- counting in one optimizer window
 
     def _begin(self) -> None:
         self._all = self._mine = 0
@@ -175,9 +179,9 @@ class UnitCount(Callback):
         """Count a batch.
 
         Args:
-            batch: None where the step has taken several.
-            samples: this rank's in it; None where they are not known.
-            of_all: those of all ranks; None where they are not known.
+            batch: the batch; None if the step has taken its batches itself.
+            samples: number of this rank's samples in it; None if unknown.
+            of_all: number of samples of all ranks; None if unknown.
         """
         self._begun, each = True, self.per_sample()
         if each is not None and of_all is not None:
@@ -223,7 +227,7 @@ class UnitCount(Callback):
 
 
 class _OnDevice:
-    """Number on a device that is being copied to the host."""
+    """A number on a device, which is being copied to the host."""
 
     def __init__(self, value: Tensor) -> None:
         self._event, self._value = None, value
@@ -240,32 +244,37 @@ class _OnDevice:
 
 
 def _start_sum(mine: int) -> tuple[Any, Tensor]:
-    """Start the sum of a number over all ranks; the tensor holds it when the work is done."""
+    """Start the sum of a number over all ranks.
+
+    Return torch's work object, and the tensor that has the sum when the work is done.
+    """
     group: Any = step_group()
     summed = torch.tensor([mine], dtype=torch.int64)
     announce(PartialState().control_group, "a count over ranks")
-    return group.allreduce([summed]), summed  # torch's all_reduce around this method would cost as much again
+    # torch.distributed.all_reduce, which calls this method, would cost twice as much
+    return group.allreduce([summed]), summed
 
 
 class Samples(UnitCount):
     """Callback that ends, validates, saves and logs by the samples that all ranks have trained on.
 
-    Each sample counts once: a batch that a rank runs again to keep step with the others counts nothing, and ranks of
-    tp, cp and pp that read the same data count it once. A count belongs to an optimizer step: each action happens at
-    the first step that reaches its number, on all ranks. A checkpoint holds the total, so a run may resume on another
-    number of ranks. If instep divides the data among ranks, the count needs no communication.
+    Each sample counts once: a batch that a rank runs a second time, to make as many steps as the others, does not
+    count, and ranks of tp, cp and pp that read the same data count it once. Counts are taken at optimizer steps: each
+    action happens at the first step that reaches its number, on all ranks. A checkpoint holds the total, so a run may
+    resume on another number of ranks. If instep divides the data among ranks, the count needs no communication.
 
     Args:
-        max_samples: end the run, as `max_steps` does; 2e9 and such are whole numbers. None for no limit.
-        val_check_samples: validate after each step that passes a multiple of it, besides what the Trainer's
-            `val_check_interval` asks for. Callbacks that read a metric act after each validation.
-        save_every_samples: save through the run's first ModelCheckpoint, without a rank, after each step that passes a
-            multiple of it. Where a validation is due at the same step it comes first.
-        log: log the total as `samples` every `log_every_n_steps` steps, which `x_axis="samples"` of a
-            logger needs.
+        max_samples: number of samples at which the run ends, like `max_steps`; a float such as 2e9 is allowed. None for
+            no limit.
+        val_check_samples: validate after each step that passes a multiple of this number, in addition to the
+            validations of the Trainer's `val_check_interval`. Callbacks that read a metric act after each validation.
+        save_every_samples: save through the run's first ModelCheckpoint, without a ranking by a metric, after each step
+            that passes a multiple of this number. If a validation is due at the same step, it comes first.
+        log: whether to log the total as `samples` every `log_every_n_steps` steps, which a logger with
+            `x_axis="samples"` needs.
 
     Attributes:
-        total: samples of all ranks up to the last optimizer step, in earlier processes too.
+        total: samples of all ranks up to the last optimizer step, including the time before a resume.
 
     Raises:
         SettingError: an argument is wrong.
@@ -296,32 +305,33 @@ class Samples(UnitCount):
         return 1
 
     def count_batch(self, batch: Any, samples: float | None) -> int:
-        """Return the samples of a batch."""
+        """Return the number of samples in a batch."""
         return _size(self, batch, samples)
 
 
 class Tokens(UnitCount):
     """Callback that ends, validates, saves and logs by the tokens that all ranks have trained on.
 
-    `count` says what a token is. The rest is as with `Samples`: each batch of a step counts once, at that step, also
-    under accumulation. A step that `Trainer(nonfinite="skip")` leaves out counts, as it does in `global_step`.
+    `count` says what a token is. As with `Samples`, each batch counts once, at its optimizer step, also with gradient
+    accumulation. A step that `Trainer(nonfinite="skip")` leaves out counts, as it does in `global_step`.
 
     Args:
-        count: a key of the batch, or an attribute: its entries are counted, less those that `ignore` names. Or a
-            function of the batch as `training_step` gets it, which returns an integer, or a 0-dim integer tensor. Or an
-            integer: tokens of each sample, for windows of one length; then the batch is not looked at.
-        max_tokens: end the run, as `max_steps` does; 2e9 and such are whole numbers. None for no limit.
-        val_check_tokens: validate after each step that passes a multiple of it, besides what the Trainer's
-            `val_check_interval` asks for. Callbacks that read a metric act after each validation.
-        save_every_tokens: save through the run's first ModelCheckpoint, without a rank, after each step that passes a
-            multiple of it. Where a validation is due at the same step it comes first.
-        log: log the total as `tokens` every `log_every_n_steps` steps, which `x_axis="tokens"` of a
-            logger needs.
-        ignore: value of the entries that do not count. None: 0 of `attention_mask`, `loss_mask` and `sequence_ids`,
-            -100 of `labels`; of any other key all entries count.
+        count: a key or an attribute of the batch, whose tensor's entries are counted, except those equal to `ignore`.
+            Or a function of the batch, as `training_step` gets it, that returns an integer or a 0-dim integer tensor.
+            Or an integer: the number of tokens in each sample, if all have the same length; then the batch is not read.
+        max_tokens: number of tokens at which the run ends, like `max_steps`; a float such as 2e9 is allowed. None for
+            no limit.
+        val_check_tokens: validate after each step that passes a multiple of this number, in addition to the validations
+            of the Trainer's `val_check_interval`. Callbacks that read a metric act after each validation.
+        save_every_tokens: save through the run's first ModelCheckpoint, without a ranking by a metric, after each step
+            that passes a multiple of this number. If a validation is due at the same step, it comes first.
+        log: whether to log the total as `tokens` every `log_every_n_steps` steps, which a logger with `x_axis="tokens"`
+            needs.
+        ignore: value of the entries that do not count. None: 0 for `attention_mask`, `loss_mask` and `sequence_ids`,
+            -100 for `labels`; for any other key all entries count.
 
     Attributes:
-        total: tokens of all ranks up to the last optimizer step, in earlier processes too.
+        total: tokens of all ranks up to the last optimizer step, including the time before a resume.
 
     Raises:
         SettingError: an argument is wrong.
@@ -355,11 +365,11 @@ class Tokens(UnitCount):
         self.on_host = is_int(count) or (isinstance(count, str) and self.ignore is None)
 
     def per_sample(self) -> int | None:
-        """Return the tokens of a sample, if the setting gives them."""
+        """Return the number of tokens in each sample if `count` is an integer; else None."""
         return self.count if isinstance(self.count, int) else None
 
     def count_batch(self, batch: Any, samples: float | None) -> int | Tensor:
-        """Return the tokens of a batch."""
+        """Return the number of tokens in a batch."""
         if isinstance(self.count, int):
             return self.count * _size(self, batch, samples)
         if batch is None:

@@ -1,4 +1,4 @@
-"""Learning rates that follow the tokens or samples of all ranks, in place of optimizer steps."""
+"""Learning-rate schedules that depend on the tokens or samples of all ranks, instead of optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class CountedSchedule(Schedule):
-    """Schedule whose curve depends on a count; made by `by_tokens` and `by_samples`.
+    """Schedule that depends on a count of tokens or samples; `by_tokens` and `by_samples` make it.
 
     Args:
-        schedule: its curve, of which the argument is the count.
+        schedule: schedule whose curve is used, with the count in place of the step.
         counter: the callback that counts.
     """
 
@@ -28,14 +28,14 @@ class CountedSchedule(Schedule):
         super().__init__(schedule.optimizer, schedule._curve)
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the rates from the count, which includes the current step. Collective."""
+        """Set the learning rates from the count, which includes the current step. Collective."""
         self.last_epoch = self._counter.settle() - 1
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: numbers and words."""
+        """Return the schedule's state, of numbers and strings only."""
         state = super().state_dict()
-        del state["_counter"]  # the schedule keeps its own counter, which is not saved
+        del state["_counter"]  # the counter is a callback, which is saved by itself
         return state
 
 
@@ -46,11 +46,11 @@ def by_tokens(schedule: Schedule, trainer: Trainer) -> CountedSchedule:
     ranks, the length of sequences, or the step at which a run was resumed.
 
     Args:
-        schedule: one of `instep.schedules`, with numbers of tokens.
-        trainer: with a `Tokens` among its callbacks.
+        schedule: a schedule of `instep.schedules`, with numbers of tokens in place of steps.
+        trainer: Trainer with a `Tokens` among its callbacks.
 
     Returns:
-        The schedule, for `configure_optimizers`; the given one is not used any more.
+        The new schedule, to return from `configure_optimizers`. The given schedule is not used any more.
 
     Raises:
         SettingError: the Trainer has no `Tokens`, or more than one.
@@ -69,7 +69,7 @@ def by_tokens(schedule: Schedule, trainer: Trainer) -> CountedSchedule:
 
 
 def by_samples(schedule: Schedule, trainer: Trainer) -> CountedSchedule:
-    """Make a schedule count samples instead of steps, by the Trainer's `Samples`; otherwise like `by_tokens`.
+    """Make a schedule count samples instead of steps, with the Trainer's `Samples`. Otherwise this is like `by_tokens`.
 
     Example:
         >>> import torch
