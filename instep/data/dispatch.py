@@ -266,7 +266,7 @@ class DispatchLoader(PreparedLoader):
                 return
 
     def _read(self, reader: PreparedLoader) -> Iterator[tuple[list[Any], list[int], bool]]:
-        """Yield for each step, on process 0: the ranks' parts, their numbers of samples, whether it is the last step."""
+        """Yield for each step, on process 0: the ranks' parts, their numbers of samples, whether it is the last one."""
         # one step more, since with even=False the reader is one step ahead
         reader.history = (self.history + 1) * self._group
         batches = iter(reader)
