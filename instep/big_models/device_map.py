@@ -189,7 +189,7 @@ def get_balanced_memory(
         no_split_module_classes: as for `infer_auto_device_map`.
         dtype: as for `infer_auto_device_map`.
         special_dtypes: as for `infer_auto_device_map`.
-        low_zero: give the first accelerator only what the others cannot take.
+        low_zero: whether the first accelerator gets only what the others cannot take.
 
     Returns:
         Bytes by device.

@@ -268,7 +268,7 @@ def _weights_of(
 
 
 def _write(folder: PathLike, shapes: Mapping[str, torch.Size], values: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """Write weights to an offload folder, tied weights once, and return the stored ones under all names."""
+    """Write weights to an offload folder, tied weights once; return the stored weights under all their names."""
     first: dict[int, str] = {}
     kept = {name: first.setdefault(id(value), name) for name, value in values.items()}
     there = offload_weights(folder, shapes, {name: values[name].detach().to("cpu") for name in first.values()})
@@ -296,7 +296,7 @@ def _indexed(index: Mapping[str, Mapping[str, str]]) -> dict[str, Stored]:
 
 
 class _InputsHook(AlignDevicesHook):
-    """Hook of a whole model that moves inputs to the device where the model begins, and outputs back to theirs."""
+    """Hook of a whole model: moves inputs to the device of its first module, and outputs back to the inputs' device."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module
@@ -375,7 +375,7 @@ class _RefusesValues:
 
 
 class _Stays:
-    """Method that replaces one that would move a dispatched model; it raises an error."""
+    """Replacement for a method that would move a dispatched model; it raises an error."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model, self._name = model, name

@@ -21,8 +21,8 @@ _META = torch.device("meta")
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Build modules whose parameters have shapes and dtypes and take no memory.
 
-    The same as `init_on_device("meta")`. Such a model cannot compute. Give it values by `load_checkpoint_and_dispatch`,
-    or by `module.to_empty(device=...)` and an initialization of your own.
+    This is the same as `init_on_device("meta")`. A model without values cannot compute. Give it values by
+    `load_checkpoint_and_dispatch`, or by `module.to_empty(device=...)` and an initialization of your own.
 
     Args:
         include_buffers: whether buffers have no values either. By default buffers are kept, because buffers that are
@@ -55,7 +55,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
             made where its module makes it, and is moved.
 
     Raises:
-        SettingError: torch knows no such device.
+        SettingError: torch has no such device.
 
     Example:
         >>> with init_on_device("meta"):

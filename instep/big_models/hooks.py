@@ -157,8 +157,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
     Args:
         module: the module, changed in place.
-        hook: the hook. It replaces one that the module has.
-        append: keep the hook that the module has, and run the new hook after it.
+        hook: the hook, which replaces the module's present hook.
+        append: whether the present hook is kept instead; the new hook then runs after it.
 
     Returns:
         The module.
@@ -332,11 +332,11 @@ class AlignDevicesHook(ModelHook):
 
     Args:
         execution_device: device where the module computes; None: nothing is moved.
-        offload: leave the module's weights on the meta device except during its forward. `weights_map` then gives their
-            values, which are used without a copy where they lie on the execution device already.
-        io_same_device: bring outputs to the device of the inputs.
+        offload: whether the module's weights are on the meta device except during its forward. Their values then come
+            from `weights_map`; values that are on the execution device already are not copied.
+        io_same_device: whether outputs are moved to the device of the inputs.
         weights_map: weights by their names in the module; None: the module's current weights, kept in main memory.
-        offload_buffers: offload buffers too, except those that are in no state dict.
+        offload_buffers: whether buffers are offloaded too, except those that are in no state dict.
         place_submodules: whether this hook handles the weights of submodules too.
         skip_keys: keyword arguments that are not moved.
         tied_params_map: one dict for all hooks of a model, so that each device holds a tied weight once.
@@ -647,7 +647,7 @@ def attach_align_device_hook(
     """Add an `AlignDevicesHook` to each module that has weights of its own.
 
     Args:
-        module: the module. It and the modules within get hooks.
+        module: the module; it and its submodules get hooks.
         execution_device: as for the hook, as are `offload`, `offload_buffers`, `skip_keys`, `tied_params_map`.
         offload: as for the hook.
         weights_map: weights by full name; None: the module's current weights, kept in main memory.

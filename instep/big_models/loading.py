@@ -63,6 +63,7 @@ def load_checkpoint_in_model(
     """Load a checkpoint into a model, each weight to its device; then `dispatch_model` makes a divided model run.
 
     Without a device map, weights that the model has are read into their memory, and those on the meta device get memory
+    of their own. But inside a block that builds modules without values (`init_empty_weights`; `configure_model` under
     `FSDPStrategy(meta_init=True)`) weights stay on the meta device, and their places in the files are recorded. After a
     strategy has placed the module, it reads these weights, each rank only its own part, and initializes weights that
     the checkpoint lacks.
@@ -186,8 +187,8 @@ def load_checkpoint_and_dispatch(
         model: model that was made under `init_empty_weights`, so that it took no memory before.
         checkpoint: as for `load_checkpoint_in_model`.
         device_map: "auto" or "balanced": accelerators get equal shares; "balanced_low_0": little on the first;
-                "sequential": fill one after the other; then the host's memory, then the disk. Or the device of each
-                module, by name. None: only load the weights.
+            "sequential": fill one after the other; then the host's memory, then the disk. Or the device of each
+            module, by name. None: only load the weights.
         max_memory: bytes that weights may take on each device (by its number, "cpu" or "disk"), such as
             {0: "10GiB", "cpu": "30GiB"}; None: the memory that is free now.
         no_split_module_classes: classes whose modules stay on one device, such as layers with a residual connection.

@@ -67,7 +67,7 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
 
 
 def accelerator_name() -> str | None:
-    """Return torch's name for the accelerators that maps call 0, 1, ...; None if there are none."""
+    """Return torch's name for the accelerators that device maps call 0, 1, ...; None if there are none."""
     return next((name for name in _NUMBERED if DEVICE_KINDS[name].count()), None)
 
 

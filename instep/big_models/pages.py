@@ -42,7 +42,7 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
     """Read the pages of tensors into memory and wait; other Python threads continue.
 
     Args:
-        tensors: contiguous tensors on the CPU, mapped from files; neighbors are read together.
+        tensors: contiguous tensors on the CPU, mapped from files; neighbors in a file are read together.
     """
     pieces = [
         (at, min(_AT_ONCE, end - at))

@@ -493,7 +493,7 @@ def _copy(graph: fx.Graph, node: fx.Node, beside: fx.Node) -> fx.Node:
 
 
 def _path_of(node: fx.Node) -> str:
-    """Return the name in the model of the module whose forward makes a node."""
+    """Return the name of the module whose forward makes a node."""
     stack = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())
     return str(stack[-1][0]).removeprefix(_ROOT)
 

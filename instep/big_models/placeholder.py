@@ -56,9 +56,8 @@ class Placeholder:
 
     Reading its shape, dtype and the like costs nothing. Its device is the weight's device while the model computes,
     else the meta device. If a torch function gets a placeholder, the value is read for that call, so code outside of
-    the
-    weight's module gets the results of a whole model. Changing the value raises. So does code that does not go through
-    torch's functions, since torch's kernels would compute with a meta tensor, or return uninitialized memory.
+    the weight's module gets the results of a whole model. Changing the value raises. So does code that does not go
+    through torch's functions, since torch's kernels would compute with a meta tensor, or return uninitialized memory.
     """
 
     offloaded_class: type[Tensor]
@@ -203,7 +202,7 @@ def _source(value: Any) -> Source | None:
 
 
 def _is_place(argument: Any) -> bool:
-    """Return True if an argument of `to` is a device, or a tensor whose device is meant."""
+    """Return True if an argument of `to` names a device, or is a tensor, which stands for its device and dtype."""
     return type(argument) in (str, int, torch.device) or isinstance(argument, Tensor)
 
 

@@ -85,7 +85,7 @@ def tensor_bytes(tensor: Tensor, dtype: Dtype | None = None) -> int:
 
     Args:
         tensor: any tensor, which may be on the meta device.
-        dtype: dtype that a floating tensor is converted to when it is loaded; None for its own.
+        dtype: dtype to which a floating-point tensor is converted when it is loaded; None: its own dtype.
     """
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         dtype = tensor.dtype

@@ -40,7 +40,7 @@ def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str |
     Raises:
         UsageError: nothing of the model is offloaded.
         SettingError: a trainable weight is offloaded; offloaded weights that are copied to the device are in no block;
-                or nothing initializes a weight of an adapter that is on the meta device.
+            or nothing initializes a weight of an adapter that is on the meta device.
 
     Example:
         >>> model = load_checkpoint_and_dispatch(model, folder, "auto", max_memory={"cpu": "6GB"})  # doctest: +SKIP
@@ -104,7 +104,7 @@ def _is_copied(hook: AlignDevicesHook) -> bool:
 
 
 def _compute_again(model: nn.Module, blocks: Collection[str] | str | None, copied: set[str]) -> None:
-    """Recompute blocks that hold copied weights in the backward, so that they keep no activations."""
+    """Make blocks with copied weights keep no activations; the backward computes them again."""
     inside: set[str] = set()
     for name, part in model.named_modules():
         if any(name.startswith(f"{outer}.") or not outer for outer in inside):

@@ -41,8 +41,8 @@ class Config:
     """Ask about this machine and write the config file that `instep launch` uses; `instep config default` does not ask.
 
     The config file is YAML: $XDG_CONFIG_HOME/instep/config.yaml (~/.config/instep/config.yaml), unless
-        INSTEP_CONFIG_FILE or `--config FILE` names another. An empty answer means the value in brackets, which is that
-        of an existing file, if any.
+    INSTEP_CONFIG_FILE or `--config FILE` names another. An empty answer means the value in brackets, which is that of
+    an existing file, if any.
 
       instep config default     write it without questions
       instep config update      change settings, or take over a file of Accelerate
@@ -113,7 +113,7 @@ class Update:
     """Change settings of the config file, or copy the settings of another file, which may be one of Accelerate.
 
     New members of env, rdzv_conf and strategy_options are added to the existing members. Settings of Accelerate get
-    their names of instep; for a setting that instep does not have, it is printed what replaces it.
+    instep's names; for a setting that instep does not have, the command prints what replaces it.
 
     Examples:
       instep config update precision=bf16-mixed max_restarts=3

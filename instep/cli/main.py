@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 all is well; 1 problems were found or the command failed; 2 wrong arguments; or a job's exit
-            code.
+        code.
     """
     if "_ARGCOMPLETE" in os.environ:  # true if a shell asks for completions
         _complete()

@@ -1,4 +1,4 @@
-"""Check the set-up that `instep launch` would use: collectives, triggers, a tiny training run and its checkpoint.
+"""Check the set-up that `instep launch` would use: collectives, signals between ranks, a tiny run, its checkpoint.
 
 The training must have the losses of one process, and resume from its checkpoint bit for bit. Times are those of the
 slowest rank. Under srun, torchrun or mpirun the ranks of that job run the checks. Several nodes must share the folder

@@ -441,8 +441,8 @@ class TrainerCLI:
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer.
 
-        kwargs: arguments that replace the configured ones.
-            kwargs: what takes the place of configured arguments.
+        Args:
+            kwargs: arguments that replace the configured ones.
         """
         settings = {**dict(self._get(self.config_init, "trainer") or {}), **kwargs}
         extra: list[Callback] = [self._get(self.config_init, key) for key in self._parser().callback_keys]

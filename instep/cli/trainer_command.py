@@ -44,10 +44,10 @@ class Fit(_Command):
     """Train a module with data as a configuration and the command line say.
 
     A setting comes from the first of these sources that has it: the command line, --config files (the last one first),
-        variables such as INSTEP_FIT__TRAINER__MAX_EPOCHS, defaults. All settings are saved as config.yaml in the run
-        folder. Callbacks, loggers, strategies, optimizers and schedulers are named by their class. `instep fit --module
-        PKG:CLASS --help` lists everything for that module, and --trainer.callbacks.help CLASS the arguments of one
-        class.
+    variables such as INSTEP_FIT__TRAINER__MAX_EPOCHS, defaults. All settings are saved as config.yaml in the run
+    folder. Callbacks, loggers, strategies, optimizers and schedulers are named by their class.
+    `instep fit --module PKG:CLASS --help` lists everything for that module, and --trainer.callbacks.help CLASS the
+    arguments of one class.
 
     Exit codes: 0 done; 1 it failed; 2 wrong arguments; 75 preempted, and saved; 76 it hung; 130 interrupted.
 

@@ -149,7 +149,7 @@ class _Metadata(Distribution):
 
     def __init__(self, package: str, version: str) -> None:
         owner = "huggingface" if package == "accelerate" else "Lightning-AI"
-        page = f"https://github.com/{owner}/{package}"  # sentence-transformers recognizes a package by this page
+        page = f"https://github.com/{owner}/{package}"  # sentence-transformers checks this address
         self._text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\nHome-page: {page}\n"
 
     def read_text(self, filename: str) -> str | None:

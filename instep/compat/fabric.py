@@ -38,7 +38,7 @@ MODULES = frozenset(
 
 
 def command() -> tuple[str, ...]:
-    """Return the arguments with which Python runs this program again, with Fabric replaced if it is replaced here."""
+    """Return the arguments with which Python runs this program again, with Fabric replaced if it is now."""
     words, flags = this_command(), len(subprocess._args_from_interpreter_flags())  # pyright: ignore
     return (*words[:flags], "-m", "instep.compat", "fabric", *words[flags:]) if _door.installed else words
 

@@ -330,7 +330,7 @@ class Fabric:
         return obj.to(self.device) if isinstance(obj, nn.Module) else send_to_device(obj, self.device)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this."""
         self._process.wait_for_everyone(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -392,7 +392,7 @@ class Fabric:
 
         Raises:
             ValueError: `filter` has a key that the state does not have.
-            UnsavableStateError: an entry has neither tensors and plain values nor a state dict of them.
+            UnsavableStateError: an entry is not tensors and plain values, and has no state dict of them.
             CheckpointError: the file could not be written; an older file is intact.
         """
         save_state(self, Path(path), state, filter or {})

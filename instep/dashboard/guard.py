@@ -55,7 +55,7 @@ class Guard:
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on."""
-        if scope["type"] not in ("http", "websocket"):  # the server sends other types when it starts and ends
+        if scope["type"] not in ("http", "websocket"):  # the types of the server's messages at its start and end
             await self._app(scope, receive, send)
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}

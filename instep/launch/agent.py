@@ -385,7 +385,7 @@ class NodeAgent:
         _say(f"{name}: passed on to the ranks, which have {patience_s:g} s to save and end{again}")
 
     def _say_failures(self, ends: list[RankEnd], others: list[RankEnd], lost: str, last: bool) -> None:
-        """Report how this node's ranks have ended; the agent with the causing rank reports after all others."""
+        """Report how this node's ranks have ended; the agent of the rank that caused the failure reports last."""
         channel = self._talk
         cause = None if lost else find_cause([*ends, *others], channel.alarm.node if channel.alarm else 0)
         self._finish_status(cause, lost, [*ends, *others])

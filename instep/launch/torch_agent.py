@@ -35,7 +35,7 @@ class Steps(Protocol):
     """Methods that torch's agent calls at each of its steps; `NodeAgent` implements them."""
 
     def starting(self, group: WorkerGroup) -> AbstractContextManager[None]:
-        """Return a context for each start of ranks, in which this node's number and the round's store are known."""
+        """Return a context in which ranks are started; this node's number and the round's store are known by then."""
         ...
 
     def monitor(self) -> RunResult:

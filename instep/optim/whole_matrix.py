@@ -71,7 +71,6 @@ class WholeMatrix(Optimizer):
     """Optimizer wrapper that sees whole matrices if ranks share weights: FSDP, HSDP, tensor parallelism, or several.
 
     `WholeMatrix(optimizer)` returns the same object; its class then derives from both this class and the optimizer's
-    class. In one process and under DDP it steps as before. Under sharding `torch.optim.Muon` alone costs some 13
     class. In one process and under DDP, the optimizer steps as before. Under sharding, `torch.optim.Muon` alone takes
     about 13 collectives for each matrix, and its result depends on the number of ranks. With this wrapper it takes two
     collectives for 64 MB of matrices, and its result is the same as in one process.
@@ -446,7 +445,7 @@ class _Dtype:
 
 
 def _sent(value: Any, parameter: DTensor) -> Any:
-    """Return what an owner sends of a state value in one message; tensors of the weight's shape follow in parts."""
+    """Return what a message has for a state value: of a tensor that is sent in parts, the dtype; else the value."""
     if _is_cut(value):  # the state was loaded and no step has used it yet, so all ranks hold their parts
         return None
     value = _plain(value)

@@ -177,8 +177,8 @@ class RunClock:
             if self._left:
                 given = count(1)
                 try:
-                    # all numbers in `given` are true, so compress passes every batch; the next number tells how many
-                    # passed
+                    # `count` never gives 0, so `compress` yields every batch; the next number of `given` tells how
+                    # many batches were yielded.
                     yield islice(compress(batches, given), self._left)
                 finally:
                     self._left -= next(given) - 1

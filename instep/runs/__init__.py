@@ -6,7 +6,7 @@ Only `label` and `trash` write into run folders.
 - `label`: the name, tags and note that a user gives a run; `naming`: names for runs that no user has named.
 - `entries`: runs with hyperparameters and the last values of their metrics, from an index of earlier readings.
 - `table`: a sweep as a table that fits a terminal; `where`: conditions on runs; `facts`: a single run as lines and
-rows.
+  rows.
 - `trash`: removing runs.
 - `status`: whether a run still goes on, how and why it ended, with the reason of each rank.
 - `metrics`: curves of a run, downsampled while they are read; `rows`: the files of each logger as rows.

@@ -46,7 +46,7 @@ def check_removable(folder: Path) -> None:
     """Raise if a folder is not a run that this user may remove.
 
     Raises:
-        UsageError: it is a link, no run of instep, another user's, or a run that goes on.
+        UsageError: the folder is a link, is not a run of instep, belongs to another user, or its run still goes on.
     """
     shown = clean(str(folder))
     if folder.is_symlink():
@@ -68,12 +68,12 @@ def remove(folder: Path) -> Path:
         folder: the run folder.
 
     Returns:
-        Where it is now.
+        Path of the run in the trash.
 
     Raises:
-        UsageError: it may not be removed (`check_removable`), or the trash is none of ours.
-        FolderInUseError: a run has its checkpoints.
-        OSError: it cannot be moved.
+        UsageError: the run may not be removed (see `check_removable`), or another user owns the folder of the trash.
+        FolderInUseError: a running program uses the checkpoints of the run.
+        OSError: the folder cannot be moved.
     """
     folder = folder.absolute()
     with ExitStack() as stack:

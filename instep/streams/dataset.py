@@ -75,7 +75,7 @@ class StreamDataset(Dataset[Any]):
     Raises:
         SettingError: a setting is wrong, or a format is not known.
         DataError: a file is missing or damaged, has a record that is too long, or has another number of records than
-                `counts` says.
+            `counts` says.
         MissingPackageError: pyarrow or fsspec is needed and not installed: `pip install 'instep[data]'`.
 
     Example:

@@ -167,7 +167,7 @@ class Tar(Ranges):
     """Tar archive with groups of files, as in WebDataset: neighboring members with the same base name are a record.
 
     A record is a dict: `__key__` is the member's name up to the first dot of its last part; the content of each member
-        has the text after that dot as its key. Folders, links and devices are left out; nothing is written to the disk.
+    has the text after that dot as its key. Folders, links and devices are left out; nothing is written to the disk.
     """
 
     @classmethod

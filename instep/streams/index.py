@@ -216,7 +216,7 @@ class Index:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let only one process of a machine count at a time; the next ones find the result."""
+        """Let only one process of a machine count records at a time; processes that wait then find the result."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             import fcntl  # imported late, since not every platform has it

@@ -171,8 +171,9 @@ def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = N
         cache: the stream's `cache`, needed if the stream has buckets, whose lengths are kept there; None: the default.
 
     Returns:
-        `step`, `epoch`, and `batches`: for each rank and batch its number, and in `samples` the indices that counted.
-        If the data is a stream, `places` has the file and record of each sample.
+        A dict with `step`, `epoch` and `batches`: a list of all ranks' batches, each a dict with `rank`, `batch` (its
+        number), and `samples`: the indices of its samples, without samples that were repeated to fill it up. If the
+        data is a stream, `places` has the file and record of each sample.
 
     Raises:
         DataError: the folder does not show the samples; the message has the reason.

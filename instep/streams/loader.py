@@ -24,7 +24,8 @@ class DividedLoader(StreamLoader):
         loader: a `DataLoader` over iterable data, or any other iterable of batches.
         shard: rank and number of ranks that share the data.
         ask: whether the readers are compared. False: they are assumed to read the same samples.
-        sizes: function that returns the estimate and the limit of the length, if the ranks divide the stream or not.
+        sizes: function that gets whether the ranks divide the stream, and returns the estimated and the maximum length
+            of the loader.
         uneven: what happens if each rank has batches of its own and one ends first, as in `StreamLoader`.
         stateful: the loader or data set with a state of its own; None if there is none.
         frozen: whether every epoch has the random numbers of the first epoch.

@@ -193,7 +193,7 @@ def _looked_at(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Add to errors which action failed."""
+    """Add a text about the failed action to errors in the `with` block."""
     try:
         yield
     except ImportError:

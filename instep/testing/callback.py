@@ -36,10 +36,10 @@ def check_callback(make: Callable[[], Callback], *, module: Callable[[], TrainMo
     """Check that a callback keeps the rules of callbacks, by small runs on the CPU.
 
     The rules: no method looks like a hook and is not one. fit runs with the callback, and so do validate, test and
-        predict if `module` has a step and a loader for them. The callback's state consists of tensors and JSON values.
-        A run that is resumed in the middle of an epoch, with a new callback that loads the state, ends with the same
-        bits as a run that was not stopped, except for seconds (the keys `time_s` and `time_elapsed` of the state). No
-        hook raises after a batch has failed, and the callback can be used again after that.
+    predict if `module` has a step and a loader for them. The callback's state consists of tensors and JSON values.
+    A run that is resumed in the middle of an epoch, with a new callback that loads the state, ends with the same
+    bits as a run that was not stopped, except for seconds (the keys `time_s` and `time_elapsed` of the state). No
+    hook raises after a batch has failed, and the callback can be used again after that.
 
     Args:
         make: the class, or a function without arguments that makes a new callback at each call.

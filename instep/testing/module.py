@@ -29,9 +29,9 @@ def check_module(make: Callable[[], TrainModule], train: Any = None, val: Any = 
     """Check that a module keeps the rules of a TrainModule, by runs of a few batches on the CPU.
 
     The rules: no method looks like a hook and is not one. Each trainable parameter gets a gradient, as several
-        processes need. Validation changes no weight and no buffer. A run that is resumed in the middle, with all
-        objects new, ends with the same bits. A module that saved its hyperparameters can be loaded from a checkpoint by
-        its class.
+    processes need. Validation changes no weight and no buffer. A run that is resumed in the middle, with all
+    objects new, ends with the same bits. A module that saved its hyperparameters can be loaded from a checkpoint by
+    its class.
 
     Args:
         make: the class, or a function without arguments that makes a new module at each call.

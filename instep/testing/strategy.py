@@ -55,9 +55,9 @@ def check_strategy(
     """Check that a strategy keeps the rules of strategies, by runs of several processes on the CPU.
 
     The rules: with the same global batch, losses and weights equal those of one process; this is tried with a batch
-        that has fewer samples than ranks, with accumulated micro-batches, and with clipping. A run that is resumed in
-        the middle of an epoch ends with the same bits. One process can load the strategy's checkpoint, and the strategy
-        can load the checkpoint of one process.
+    that has fewer samples than ranks, with accumulated micro-batches, and with clipping. A run that is resumed in
+    the middle of an epoch ends with the same bits. One process can load the strategy's checkpoint, and the strategy
+    can load the checkpoint of one process.
 
     Args:
         make: the class, or a function without arguments, at the top level of a module, since new processes import it.

@@ -65,7 +65,8 @@ class Contents:
         user: what the hook `on_save_checkpoint` added.
         optimizers: states of the optimizers, with parameters by name, as in instep's own checkpoints.
         schedulers: state dicts of the schedulers.
-        left_out: names of what the source has beside these fields, for a message; writers add what they cannot write.
+        left_out: names of the parts of the source that these fields do not hold, for a message; writers add the names
+            of parts that they cannot write.
     """
 
     weights: dict[str, Tensor]

@@ -21,7 +21,7 @@ class Folder:
     """A folder of checkpoints, and the checkpoints in it that a path means.
 
     Args:
-        store: store that reads the folder.
+        store: the folder, as a `CheckpointStore` that reads it.
         found: checkpoints in the folder, the newest first.
         leftovers: folders of saves in progress, of interrupted saves and of deletions; each with True if no process
             works in it, False if one does, None if that cannot be known from here.

@@ -101,7 +101,7 @@ class Bytes(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave tensors made in the `with` block out of the count."""
+        """Do not count tensors that are made in the `with` block."""
         self._aside += 1
         try:
             yield
@@ -330,7 +330,7 @@ def _patched(owner: Any, name: str, function: Any) -> Iterator[None]:
 
 @contextmanager
 def _converting() -> Iterator[None]:
-    """Make `Module.to` change parameters in place, where torch would replace parameters without values."""
+    """Make `Module.to` change parameters in place; torch would replace parameters that have no values."""
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         for child in self.children() if recurse else ():
@@ -346,7 +346,7 @@ def _converting() -> Iterator[None]:
 
 @contextmanager
 def _shapes_aside(count: Bytes) -> Iterator[None]:
-    """Leave the full-size tensors that DTensor makes to find the shapes of results out of the count."""
+    """Do not count the full-size tensors that DTensor makes only to find the shapes of results."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator  # imported late, since it is slow
 
     name = "_propagate_tensor_meta_non_cached"

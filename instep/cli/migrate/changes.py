@@ -18,8 +18,8 @@ class Change:
         where: the place, written as it is looked for: `Trainer(min_steps=)` is an argument, `Trainer.log_dir` an
             attribute or method of a Trainer, `Trainer.should_stop =` an attribute that is set, `def on_load_checkpoint`
             a method of a module, a data module or a callback, `Tuner` a name, `"frequency":` a key of a dict in
-                `configure_optimizers`, `"lightning_logs"` a part of a text. Other places are described in words, and a
-                method of `Uses` finds each of them.
+            `configure_optimizers`, `"lightning_logs"` a part of a text. Other places are described in words, and a
+            method of `Uses` finds each of them.
         text: what instep does at this place.
         why: the reason for the difference, for the guide.
         having: regular expression that the place must match: an argument's value, a method's body, a key's value.

@@ -37,7 +37,7 @@ class Plan:
 
     Args:
         module: syntax tree of the script.
-            lines: position of each node.
+        lines: position of each node.
         new: for each place that changes, by its old node: the new nodes.
         comments: comments of names that are removed from an import, by the import's node.
         findings: places that a person should look at.

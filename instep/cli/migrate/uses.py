@@ -90,7 +90,7 @@ def has_attribute(target: str, name: str) -> bool:
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function or class; a subclass of dict has `**unknown_too`, which accepts any."""
+    """Return the parameters of a function or class; a subclass of dict has one that accepts all names."""
     if isinstance(function, type) and issubclass(function, dict):
         return inspect.signature(lambda *args, **unknown_too: None).parameters
     return inspect.signature(function).parameters
@@ -607,7 +607,7 @@ class Uses(cst.CSTVisitor):
         return _KINDS.get(self.classes.get(code(node), ""), "")
 
     def made(self, node: cst.BaseExpression) -> str:
-        """Return instep's class whose object a call makes."""
+        """Return the class of instep of which a call makes an object; "" for no such call."""
         return self._class(node.func) if isinstance(node, cst.Call) else ""
 
 
@@ -707,7 +707,7 @@ def _is_dict_call(node: cst.BaseExpression) -> bool:
 
 
 def _becomes(key: str, old: str) -> set[str]:
-    """Return the arguments that replace a renamed one."""
+    """Return the new arguments that replace a renamed argument."""
     return {porting.RENAMED.get(key, {}).get(old, ""), porting.ADDED.get((key, old), "").partition("=")[0]}
 
 

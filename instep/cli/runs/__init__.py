@@ -1,1 +1,1 @@
-"""`instep runs`: list, show, label and remove local runs; `chosen` finds the runs that words name."""
+"""`instep runs`: list, show, label and remove local runs. `chosen` finds the runs that a command line names."""

@@ -1,4 +1,4 @@
-"""Compare runs: the hyperparameters that differ, and the last values of metrics; over three runs, one line for each.
+"""Compare runs: the hyperparameters that differ, and the last values of metrics; more than three runs get a line each.
 
 Examples:
   instep runs compare instep_runs/version_3 instep_runs/version_7
