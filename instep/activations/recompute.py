@@ -161,7 +161,7 @@ def _powers_of(part: nn.Module) -> Iterator[_Power]:
 
 
 class _BuffersKept:
-    """Contexts of both forwards of a part: the second forward changes no buffer, and uses the vectors of the first."""
+    """Contexts of both forwards of a part: the second changes no buffer; its spectral norms use the first's vectors."""
 
     def __init__(self, norms: Sequence[_NormBase], powers: Sequence[_Power], context_fn: ContextFunction) -> None:
         self._norms, self._powers = norms, powers

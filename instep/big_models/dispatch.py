@@ -422,7 +422,7 @@ def cpu_offload(
     """Offload all weights of a model to main memory; each module's weights come to the device for its forward.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         execution_device: device where modules compute; None: the device of the first weight.
         offload_buffers: whether buffers are offloaded too.
         state_dict: values of the weights, by full name; None: the model's own values.
@@ -455,7 +455,7 @@ def disk_offload(
     """Offload all weights of a model to a folder; each module's weights come to the device for its forward.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         offload_dir: folder for an ordinary safetensors file. A folder that holds another model is refused.
         execution_device: device where modules compute; None: the device of the first weight.
         offload_buffers: whether buffers are offloaded too.
@@ -518,7 +518,7 @@ def cpu_offload_with_hook(
     Use it for several models that run in turn, each many times.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         execution_device: device where the model computes; None: the accelerator, if there is one.
         prev_module_hook: hook of another model, which leaves the device when this model comes to the device.
 

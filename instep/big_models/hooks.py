@@ -271,7 +271,7 @@ class _Slot:
 
     @property
     def device(self) -> torch.device:
-        """Where the weight computes."""
+        """Device where the weight's module computes."""
         return self.read().device if self.hook.device is None else self.hook.device
 
     @property
@@ -280,7 +280,7 @@ class _Slot:
         return f"{self.hook.prefix}{self.name}"
 
     def load(self, value: Tensor, device: torch.device | None) -> None:
-        """Put a weight into the module, on a device; keep a value that a user has set instead."""
+        """Put a weight into the module, on a device, unless the user has set another weight in its place."""
         holder, leaf = self.holder, self.leaf
         if holder.get(leaf) is self.empty:
             # This handles the usual case without another call, since a model of many small layers has many weights.
@@ -290,7 +290,7 @@ class _Slot:
             self._there = holder[leaf] = kept
 
     def read(self) -> Tensor:
-        """Return the weight where its module computes."""
+        """Return the weight on the device where its module computes."""
         weights = self.hook.weights_map
         assert weights is not None
         return self._made(weights[self.name], self.hook.device)
@@ -648,7 +648,7 @@ def attach_align_device_hook(
 
     Args:
         module: the module; it and its submodules get hooks.
-        execution_device: as for the hook, as are `offload`, `offload_buffers`, `skip_keys`, `tied_params_map`.
+        execution_device: as for the hook.
         offload: as for the hook.
         weights_map: weights by full name; None: the module's current weights, kept in main memory.
         offload_buffers: as for the hook.

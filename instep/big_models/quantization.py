@@ -414,7 +414,7 @@ class _Weights:
         Args:
             config: configuration of the quantization.
             place: devices of weights.
-            folder: folder for weights on "disk" that cannot be used where they lie.
+            folder: folder for weights on "disk" that cannot be used in the checkpoint's file.
         """
         once: dict[int, Tensor] = {}
         for name, own in self._own.items():

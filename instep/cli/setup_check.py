@@ -145,7 +145,7 @@ def run(timeout_s: float, as_json: bool) -> int:
 
     Args:
         timeout_s: seconds that a collective may take.
-        as_json: print JSON in place of a table.
+        as_json: whether to print JSON instead of a table.
 
     Returns:
         The exit code: 1 if a check failed, else 0.

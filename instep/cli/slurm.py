@@ -2,8 +2,8 @@
 
 Before the time limit the ranks save a checkpoint, and the job goes back into the queue, to go on from there. So does a
 job whose node failed. `scancel --signal USR1 JOB` makes a job save and requeue now; `scancel JOB` makes it save and
-end.
-Options of `instep launch` about the ranks, such as --precision, --strategy, --max-restarts or --env, are passed on.
+end. Options of `instep launch` about the ranks, such as --precision, --strategy, --max-restarts or --env, are passed
+on.
 
 Examples:
   instep slurm --nodes 2 --gpus 8 --time 24:00:00 train.py --lr 0.1

@@ -170,7 +170,8 @@ class TrainerCLI:
         subclass_mode_data: whether a subclass of `datamodule_class` may be chosen.
         args: words or a configuration, used in place of the command line.
         run: False: build all objects and run nothing; the parser then has no commands.
-        auto_configure_optimizers: add `--optimizer` and `--lr_scheduler`, which replace `configure_optimizers`.
+        auto_configure_optimizers: whether to add `--optimizer` and `--lr_scheduler`, which replace
+            `configure_optimizers`.
         load_from_checkpoint_support: whether `save_hyperparameters` keeps the configuration in place of objects, so
             that `load_from_checkpoint` can build them again.
 

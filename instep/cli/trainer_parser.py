@@ -144,7 +144,8 @@ class TrainerArgumentParser(ArgumentParser):
         args: see `jsonargparse.ArgumentParser`.
         description: first text of the help.
         env_prefix: first part of the environment variables' names, as in INSTEP_FIT__TRAINER__MAX_EPOCHS.
-        allow_abbrev: accept the beginning of an option's name. Off, since `--trainer.max_epoch` may be a typing error.
+        allow_abbrev: whether the beginning of an option's name is accepted; off by default, since `--trainer.max_epoch`
+            may be a typing error.
         kwargs: see `jsonargparse.ArgumentParser`. `default_env=True` shows the variables in the help too.
     """
 

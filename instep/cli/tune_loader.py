@@ -88,7 +88,7 @@ def check_write(path: Path, data_module: Any) -> None:
     """Check before measuring that a setting can be written; arguments as in `write_setting`.
 
     Raises:
-        SettingError: the file is there, or the class takes no argument of a `DataLoader`.
+        SettingError: the file exists already, or the class takes no argument of a `DataLoader`.
     """
     from instep.data.tune import SETTINGS  # imported late, since it loads torch
 

@@ -225,7 +225,7 @@ class _Prepared(PreparedRun):
         sampler = batches.sampler
         if type(sampler) is not RandomSampler:
             return
-        if type(batches) is not BatchSampler:  # a subclass, as that of sentence-transformers, has further attributes
+        if type(batches) is not BatchSampler:  # a subclass has more attributes, e.g. in sentence-transformers
             batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
             vars(loader)["batch_sampler"] = batches
         seed, common = None, sampler.generator

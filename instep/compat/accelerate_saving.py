@@ -40,7 +40,7 @@ class Attendance:
                 self._records.write(self._place, f"{self._place} 0")
 
     def all_come(self) -> bool:
-        """Return True if all ranks take part in the save at which this rank is; all ranks in the save agree.
+        """Return True if all ranks take part in this rank's present save; all ranks in the save get the same result.
 
         Raises:
             DistributedError: a rank neither comes to the save nor goes past it in time.

@@ -24,7 +24,7 @@ class _Adapted(type):
 
 
 def adapt(thing: Any, module: str, name: str, leaf: str, warn: Warn) -> Any:
-    """Return a class or function that accepts another package's arguments; unchanged if the package has no such ones.
+    """Return a class or function that accepts another package's arguments; return `thing` if no argument differs.
 
     Args:
         thing: a class or function of instep.

@@ -62,7 +62,7 @@ class Run:
 
     @cached_property
     def label(self) -> Label:
-        """Label of the run; without a name from a user, its name is the one of `Trainer(name=...)`."""
+        """Label of the run. If the label has no name, the argument of `Trainer(name=...)` is used as its name."""
         label = read_label(self.folder)
         return label if label.name else replace(label, name=label_of(self.status.said).name)
 

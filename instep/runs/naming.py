@@ -111,7 +111,7 @@ def _name(run: Run, params: Params, differ: Sequence[str], alone: bool) -> str:
 
 
 def _place(folder: Path) -> str:
-    """Return the nearest folder above a run that has a name of its own: not a number, and not a usual name."""
+    """Return the name of the nearest folder above a run, but no number and no usual name; "" if there is none."""
     above = (name for name in reversed(folder.parts[1:-1]) if number_of(name) is None)
     return clean(next((name for name in above if name not in (RUNS, "lightning_logs")), ""), "")
 

@@ -369,7 +369,8 @@ def _mesh_strategy() -> type[Strategy]:
 @contextmanager
 def _group(size: int) -> Iterator[None]:
     """Make a process group of `size` ranks, of which only this process exists."""
-    # Imported late, since it takes half a second. With older torch, fake_collectives tells collectives' result sizes.
+    # Imported late, since it takes half a second. Older versions of torch need fake_collectives, which gives the
+    # results of simulated collectives their sizes.
     import torch.distributed._tools.fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

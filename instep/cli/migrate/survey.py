@@ -99,7 +99,7 @@ class Names(cst.CSTVisitor):
         self.needed: dict[str, set[str]] = defaultdict(set)
         self.kept: set[str] = set()  # names of old modules that the script still uses
         self.leftovers: dict[str, list[cst.CSTNode]] = defaultdict(list)
-        # Further names of instep to import, by the imported name that they come with.
+        # For each imported name: further names of instep that its new uses need.
         self.extra: dict[str, set[str]] = defaultdict(set)
         self.defined: set[str] = set()
         self.have: set[str] = set()  # imports at the top level: `import a` as "a", `from a import b` as "a b"

@@ -241,7 +241,7 @@ class Uses(cst.CSTVisitor):
             instead = f"use {porting.HOOKS_GONE[name]}; keep outputs in an attribute"
             self.plan.todo(method.name, f"{name} is not called any more: {instead}")
         elif name in porting.HOOKS_UNCALLED and name not in known:
-            if f".{name}(" not in self._script:  # if this is not so, the script calls the method itself
+            if f".{name}(" not in self._script:  # otherwise the script calls the method itself
                 self.plan.warns(method.name, f"{name} of Lightning 1 is not called: use {porting.HOOKS_UNCALLED[name]}")
         elif name in porting.ATTRIBUTES.get(kind, ()) and name not in known:
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
@@ -386,7 +386,7 @@ class Uses(cst.CSTVisitor):
                 self._collective.append(node)
 
     def _is_anywhere(self, node: cst.Attribute) -> bool:
-        """Return False if the script sets the attribute itself, or reads it from another package's Trainer."""
+        """Return True if the attribute may be instep's: the script does not set it, or read it from another Trainer."""
         of_a_trainer = not self.is_lightning and "trainer" in code(node.value).lower()
         return code(node) not in self.assigned and not of_a_trainer
 
@@ -607,7 +607,7 @@ class Uses(cst.CSTVisitor):
         return _KINDS.get(self.classes.get(code(node), ""), "")
 
     def made(self, node: cst.BaseExpression) -> str:
-        """Return the class of instep of which a call makes an object; "" for no such call."""
+        """Return the instep class whose object a call makes; "" if it makes no object of instep."""
         return self._class(node.func) if isinstance(node, cst.Call) else ""
 
 

@@ -1,8 +1,7 @@
 """Show a run: what it is doing or did last, why it ended on each rank, its last metrics, and how to resume it.
 
 For a folder with several runs, the newest is shown. `--verify` compares every byte of the checkpoints with its
-checksum.
-Epochs count from 1, as in the output of the training; in --json they count from 0, as in the files.
+checksum. Epochs count from 1, as in the output of the training; in --json they count from 0, as in the files.
 
 Examples:
   instep runs show instep_runs/version_0
