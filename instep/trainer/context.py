@@ -122,8 +122,8 @@ class Position:
     Attributes:
         epoch: index of the epoch, from 0.
         batch: batches done in the epoch.
-        window_batch: batches done when the last optimizer window ended; equal to `batch` except in the middle of a
-            window.
+        window_batch: batches done when the last optimizer window ended; equal to `batch` except while a window is
+            incomplete.
         global_step: optimizer steps done.
         earlier_batches: batches done in the epochs before this one.
         validated: whether the validation that was due at `batch` has run.
@@ -196,7 +196,7 @@ class Position:
 
     @property
     def owes_end(self) -> bool:
-        """Whether the hooks and the validation of the epoch's end still have to run."""
+        """Whether the hooks and the validation at the epoch's end still have to run."""
         return self.inside and self.closed_step != self.global_step
 
 
@@ -313,7 +313,7 @@ class ResumePlan:
         return self.saved is None and self.restore_rest is None
 
     def finish(self) -> None:
-        """Call `restore_rest`, which restores log sums and random generators, a last time, and drop it."""
+        """Restore log sums and random generators by a last call of `restore_rest`, and drop this function."""
         if self.restore_rest is not None:
             self.restore_rest()
         self.restore_rest = None
@@ -330,7 +330,7 @@ class StepCounts:
         updates_at_start: number of updates that each metric object had when the training began, by the object's `id`.
             These updates do not belong to the training.
         in_window: micro-batches of the open optimizer window that gave gradients.
-        of_batch: optimizer steps of the current batch, in manual optimization.
+        of_batch: number of optimizer steps in the current batch, in manual optimization.
         handed_over: last step whose values were handed to the loggers. In manual optimization a step may take several
             batches.
         recompiles: recompilations, counted if the module is compiled.
@@ -370,7 +370,7 @@ class RunContext:
         exit_stack: clean-up of the run, called in reverse order at its end.
         rank, world_size, device, triggers, heartbeat, gradient, loaders: set when the processes have connected.
         signals: the handler of SIGTERM and other signals, in fit only.
-        callbacks: the Trainer's and the module's own.
+        callbacks: callbacks of the Trainer and of the module.
         hooks: overridden hooks, set with the callbacks.
         optimizers, wrapped_optimizers, schedulers: set in fit; `self.optimizers()` returns the wrapped optimizers.
         guests: features that change the training step, such as the check for nan.

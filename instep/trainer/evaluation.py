@@ -128,7 +128,7 @@ def _batch_loop(
 ) -> Callable[[], bool]:
     """Return a function that loops over all batches of all loaders.
 
-    That function returns True; but False if the ranks agreed to stop early.
+    The returned function returns False if the ranks agreed to stop early, else True.
     """
     trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
     step, guests = _evaluation_step(ctx, f"{name}_step", sources), ctx.guests
@@ -184,7 +184,10 @@ def _batch_loop(
 
 
 def _evaluation_step(ctx: RunContext, name: str, sources: Sequence[BatchSource]) -> Step:
-    """Resolve a step method. With one loader it gets a `dataloader_idx` only if it requires that argument."""
+    """Return a function that runs a step method.
+
+    With one loader, `dataloader_idx` is passed only if the method requires it.
+    """
     only = int(len(sources) < 2)
     return resolve_step(ctx, name, "batch", "batch_idx", "dataloader_idx", needed_only=only)
 
@@ -194,7 +197,7 @@ def _batch_hooks(
 ) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
     """Return the hooks before and after a batch.
 
-    With one loader, they get a `dataloader_idx` only if they require it.
+    With one loader, the hooks get a `dataloader_idx` only if they require it.
     """
     only = int(len(sources) < 2)
 
@@ -217,7 +220,9 @@ def _call_own(module: TrainModule, name: str) -> None:
 
 
 def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list[Any]:
-    """Run `predict_step` over all batches. Outputs of batches that a rank only repeats, to keep in step, are left out.
+    """Run `predict_step` over all batches.
+
+    If a rank only repeats a batch because others have more, its output is dropped.
 
     Args:
         ctx: the run.
@@ -268,7 +273,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                         kept.append(_to_cpu(outputs))
                 if not progress.eval_batch:
                     warn_of_no_batch(source, "predict", loader_idx)
-                ctx.heartbeat.enter("predict")  # the next loader begins
+                ctx.heartbeat.enter("predict")  # the next loader begins here
             if keep and ctx.world_size > 1:
                 from instep.distributed.gathered import gather_in_order  # imported late: only several ranks need it
 

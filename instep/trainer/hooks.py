@@ -214,7 +214,8 @@ class ModuleHooks:
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-_ALIKE = 0.8  # least difflib ratio of a suggestion: on_train_epoch_finish and on_train_epoch_end have 0.82
+# lowest similarity (difflib ratio) at which a name is suggested: on_train_epoch_finish and on_train_epoch_end have 0.82
+_ALIKE = 0.8
 
 
 def nearest(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
@@ -257,7 +258,7 @@ class HookTable:
     """The overridden hooks of one run: `table["on_train_batch_end"]` is a tuple of callables.
 
     Hooks of callbacks come before the module's hook. Only the `on_..._end` hooks of callbacks with `runs_last` come
-    after it.
+    after the module's hook.
 
     Args:
         trainer: the Trainer, which is passed to the hooks of callbacks.

@@ -53,8 +53,9 @@ if TYPE_CHECKING:
     from instep.loggers.base import Logger
 
 _WORDS = ("last", "best", "auto")  # values of `ckpt_path` that are not paths
-LAST_SAVE_S = 30.0  # time for a background save to end after an error
-_TOGETHER_S = 86400.0  # limit of a wait if the grace period is infinite: torch accepts no infinite timeout
+LAST_SAVE_S = 30.0  # seconds that a background save has to end after an error
+# seconds to wait for other ranks if the grace period is infinite, since torch accepts no infinite timeout
+_TOGETHER_S = 86400.0
 
 
 @contextmanager
@@ -111,7 +112,8 @@ def _explained(error: BaseException, ctx: RunContext) -> BaseException:
 
     with suppress(Exception):  # describing a user's object may fail, which must not hide the error
         if (cause := explain(error, ctx)) is not None:
-            return cause.with_traceback(error.__traceback__)  # the traceback says how far the step had come
+            # keep the traceback, which shows how far the step had come
+            return cause.with_traceback(error.__traceback__)
     return error
 
 
@@ -164,11 +166,12 @@ def _set_up(ctx: RunContext) -> None:
 
         ctx.saver.newest = newest_state(ctx)
     ctx.hooks = HookTable(trainer, module, [*ctx.callbacks, *([] if ctx.saver.newest is None else [ctx.saver.newest])])
-    ctx.guests = [] if ctx.fn == "fit" else find_guests(ctx)  # a fit creates its guests later, with its optimizers
+    # a fit creates its guests (features that change the step) later, with its optimizers
+    ctx.guests = [] if ctx.fn == "fit" else find_guests(ctx)
     check_hooks(ctx)
     restarted = run_folder.find_of_restarted_job(ctx) if ctx.fn == "fit" and not ctx.is_trial else None
     folder = trainer.run_folder.path
-    _lease_folders(ctx)  # before the run resumes from a checkpoint in one of them
+    _lease_folders(ctx)  # before the run resumes, since the checkpoint may lie in one of these folders
     heartbeat.enter("start" if ctx.ckpt_path is None and restarted is None else "load")
     path, saved = restarted or trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
     trainer._loaded = path and (path if restarted else str(path) if ctx.ckpt_path in _WORDS else ctx.ckpt_path)
@@ -276,7 +279,7 @@ def _prepare_data(ctx: RunContext) -> None:
             ctx.module.prepare_data()
 
 
-# ---- the end
+# ---- closing the run
 
 
 def _close(ctx: RunContext, error: BaseException | None) -> None:
@@ -340,7 +343,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
 
 
 def _warns(what: str, write: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap `write`, so that an OSError becomes a warning: at that time the training is done and saved."""
+    """Wrap `write`, so that an OSError becomes a warning, since the training is done and saved by then."""
 
     def write_or_warn() -> None:
         try:
@@ -467,7 +470,7 @@ def _wait_for_all(ctx: RunContext, error: BaseException | None) -> None:
 
 
 def _report_overdue(ctx: RunContext, name: str) -> int:
-    """Write into `status.json` that the grace period is over. Called in a thread, since the main one may be stuck.
+    """Write into `status.json` that the grace period is over. Called in a thread, since the main thread may be stuck.
 
     Returns:
         The exit code.

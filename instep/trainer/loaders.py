@@ -49,8 +49,8 @@ class StageData:
 def data_of(trainer: Trainer, stage: str) -> StageData:
     """Return the data of the stage `train`, `val`, `test` or `predict`.
 
-    It is that of the Trainer's running call, or else of its last call that had data of this stage. If the running call
-    has not requested its loaders yet, they are requested now.
+    This is the data of the Trainer's running call, or else of its last call that had data of this stage. If the running
+    call has not requested its loaders yet, they are requested now.
     """
     ctx = trainer._ctx
     if ctx is not None and ctx.loaders.has(stage):
@@ -143,7 +143,8 @@ class Loaders:
         self.in_epoch = False
         self.prepared_train: BatchSource | None = None
         self._eval: dict[str, list[BatchSource]] = {}
-        self._gave_validation = False  # False: loaders that were requested already serve the first validation
+        # False until the first validation, which uses the loaders that were requested earlier, if there are any
+        self._gave_validation = False
         self._users: dict[str, Any] = {}
 
     def raw(self, stage: str) -> Any:
@@ -234,8 +235,8 @@ class Loaders:
         else:
             source = self._prepare(raw, "train", limit, micro_batch)
         self._gradient.num_steps = self.accumulate
-        # a checkpoint has the position of the last optimizer window's end, so the source remembers positions of a whole
-        # window
+        # A checkpoint holds the position at the end of the last complete optimizer window, so the source remembers the
+        # positions of one window.
         source.history = self.most_accumulated
         if source.num_batches == 0 and limit != 0:
             raise DataError(
@@ -351,7 +352,7 @@ class Loaders:
         return True
 
     def _has(self, stage: str) -> bool:
-        """Return True if there are loaders, as far as is known without requesting them."""
+        """Return True if there are loaders, as far as this is known without requesting them."""
         name, owner = f"{stage}_dataloader", self._datamodule or self._module
         base = ModuleHooks if self._datamodule is None else DataModule
         return self.given.get(stage) is not None or is_overridden(owner, name, base)
@@ -394,7 +395,7 @@ class Loaders:
 
     @contextmanager
     def _as_of(self, epoch: int, global_step: int) -> Iterator[None]:
-        """Show loader methods the epoch and step at which an uninterrupted run requested the loaders."""
+        """In the block, show loader methods the epoch and step at which an uninterrupted run requested the loaders."""
         at = self._trainer.position
         now = at.epoch, at.global_step, at.epoch_over
         at.epoch, at.global_step, at.epoch_over = epoch, global_step, False

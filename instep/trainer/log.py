@@ -163,7 +163,7 @@ class Accumulator:
     weights: list[float] = field(default_factory=list)
     total: float | None = None
     weight: float = 0.0
-    from_checkpoint: bool = False  # whether its arguments are from the program that saved the checkpoint
+    from_checkpoint: bool = False  # whether the arguments are those of the program that saved the checkpoint
 
     @property
     def full_name(self) -> str:
@@ -176,7 +176,10 @@ class Accumulator:
 
     @property
     def shared(self) -> bool:
-        """Whether the sums of all ranks are reduced to one epoch value. Metric objects reduce theirs themselves."""
+        """Whether the sums of all ranks are reduced to one epoch value.
+
+        False for a metric object, which reduces its own state.
+        """
         return self.metric is None and self.options.sync_dist is not False and not self.options.rank_zero_only
 
     @property
@@ -259,7 +262,7 @@ def combine(op: str, total: float | None, amount: float | None) -> float | None:
 
 
 def merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
-    """Reduce the (reduction, total, weight) of several ranks to one value; None if no rank has one."""
+    """Reduce the (reduction, total, weight) of several ranks to one value; None if no rank has a value."""
     op = parts[0][0]
     total: float | None = None
     for _, amount, _ in parts:
@@ -296,7 +299,7 @@ class NullBuffer(list[Entry]):
 
 
 class StepMetrics(NamedTuple):
-    """Step values on their way to the loggers."""
+    """Values of one step, to be sent to the loggers."""
 
     metrics: dict[str, float]
     step: int
@@ -518,7 +521,7 @@ class MetricLog:
             )
         suffix = ""
         if self._dataloader_idx is not None:
-            if not options.add_dataloader_idx:  # one value over all loaders
+            if not options.add_dataloader_idx:  # one value over all loaders, whose name has no index
                 everywhere = self._accumulators.setdefault((self._hook, None), {})
                 if name in everywhere:
                     known = self._current[name] = everywhere[name]
@@ -696,7 +699,7 @@ class MetricLog:
         return mine or self._averages
 
     def bring_to_host(self, step: int) -> list[StepMetrics]:
-        """Copy to the host what `state_dict` needs; step values stay due at the next `hand_over`."""
+        """Copy to the host what `state_dict` needs. The next `hand_over` still returns the step values."""
         return self.hand_over(step, wait=True, step_values=False)
 
     def _arrive(self, synced: bool = False) -> list[StepMetrics]:
@@ -725,7 +728,7 @@ class MetricLog:
                     metrics[name] = ours[name].last = sum(values) / len(values)
         if not metrics:
             return []
-        # a late step value does not replace the epoch's value; a mean over ranks is always shown
+        # A step value that arrives late does not replace the epoch's value. A mean over ranks is always shown.
         for key, value in metrics.items():
             names = [name for name in ours[key].shown if name in self.step_values or ours[key].options.sync_dist]
             self.step_values.update(dict.fromkeys(names, value))
@@ -736,7 +739,7 @@ class MetricLog:
         """Reduce the epoch values logged so far over ranks. Collective.
 
         Args:
-            step: the step to which step values belong that are still to be copied to the host.
+            step: the step of those step values that are not yet copied to the host.
             reset: whether to clear all sums afterwards, for a new epoch.
 
         Returns:
@@ -877,8 +880,8 @@ class MetricLog:
 class EpochMetric(NamedTuple):
     """One reduced epoch value.
 
-    `plain` is the name without the ending "_epoch", which separates it from step values. `loaders` are the loaders that
-    the value is for; None if it is for all of them, or for the one in the name.
+    `plain` is the name without the ending "_epoch", which distinguishes epoch values from step values. `loaders` are
+    the indices of the loaders that the value is for; None if it is for all loaders, or for the loader in the name.
     """
 
     name: str

@@ -88,7 +88,8 @@ def fit(ctx: RunContext) -> None:
             check_epoch(ctx)
         end_epoch(ctx, complete)
 
-    at.epoch_over |= at.closed_step == at.global_step  # also if a resumed run has no epoch left to end
+    # set this also if a resumed run has no epoch left, so that `end_epoch` was not called
+    at.epoch_over |= at.closed_step == at.global_step
     ctx.strategy.average_replicas()
     hooks.call("on_train_end")
     hooks.call("on_fit_end")
@@ -112,7 +113,7 @@ def configure_optimizers(ctx: RunContext) -> None:
 
 
 def wrap_optimizers(ctx: RunContext) -> None:
-    """Wrap the optimizers for `self.optimizers()`, so that their `step` goes through the run."""
+    """Wrap the optimizers for `self.optimizers()`, so that a call of their `step` runs the Trainer's optimizer step."""
     module, no_sync = ctx.module, ctx.strategy.no_sync
     on_step = optimizer_step(ctx) if module.automatic_optimization else manual_optimizer_step(ctx)
     ctx.wrapped_optimizers = [
@@ -386,7 +387,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     settle(ctx)
     stopped = not complete and is_stopping(ctx)
     if ctx.validation.enabled and not at.validated and (stopped or (complete and waits_for_end(ctx))):
-        validate(ctx)  # also when a stop came in the middle of the epoch: the run ends with this validation's metrics
+        validate(ctx)  # a run that stops in the middle of an epoch also ends with a validation
     log.leave("")
     log.batch = log.weight = None
     arrived, metrics = log.reduce(at.global_step, reset=False)

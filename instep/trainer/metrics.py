@@ -91,7 +91,8 @@ class Metrics:
         """
         replaced = self._of_validation.get(name)
         if replaced is False and self._trainer._log is not None:
-            replaced = name in self._trainer._log.callback_values  # True if a newer step value of training has the name
+            # whether training has logged a newer step value under this name
+            replaced = name in self._trainer._log.callback_values
         if replaced and reader not in self.warned and self._trainer.is_global_zero:
             self.warned.add(reader)
             warn_user(
@@ -110,7 +111,7 @@ class Metrics:
     def describe_nan(self) -> str:
         """Describe which values are nan, and since which step; "" if none is.
 
-        Call `keep` with the current log before.
+        Before this, call `keep` with the current log.
         """
         since = self.nan_since
         plain = [name for name in since if not any(name == f"{other}{end}" for other in since for end in _ENDS)]

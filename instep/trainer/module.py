@@ -117,7 +117,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         raise HookError(f"{type(self).__name__} has no validation_step; validate needs one")
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one test batch; takes and returns what `validation_step` does."""
+        """Evaluate one test batch. Arguments and return value are those of `validation_step`."""
         raise HookError(f"{type(self).__name__} has no test_step; test needs one")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,10 +155,10 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Return the parts of `forward` in their order. Pipeline parallelism makes its stages from these parts.
 
         Returns:
-            Submodules, each of which is called with the output of the one before: a tensor or a tuple of tensors, whose
-                first dimension is the batch. If a part is more than a call of one submodule, return a tuple of a
-                function (a method) and the submodules whose weights it uses. `forward` must be the same as calling all
-                parts in turn.
+            Submodules, each of which is called with the output of the submodule before it: a tensor or a tuple of
+            tensors, whose first dimension is the batch. If a part is more than a call of one submodule, return a tuple
+            of a function (a method) and the submodules whose weights it uses. `forward` must be the same as calling all
+            parts in turn.
 
         Example:
             >>> class Model(TrainModule):
@@ -187,8 +187,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Return the optimizers and schedulers.
 
         Returns:
-            An optimizer; a list of them; two lists, of optimizers and of schedulers; a dict with "optimizer" and, if
-            wanted, "lr_scheduler" (a scheduler or a dict with "scheduler", "interval", "frequency", "monitor",
+            An optimizer; a list of optimizers; two lists, of optimizers and of schedulers; a dict with "optimizer" and,
+            if wanted, "lr_scheduler" (a scheduler or a dict with "scheduler", "interval", "frequency", "monitor",
             "strict", "name"); a list of such dicts; or None to train without an optimizer. In automatic optimization,
             several optimizers all step in every optimizer window, with the gradients of the same loss.
         """
@@ -379,7 +379,10 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             self.log(name, value, **kwargs)
 
     def _log_into(self, buffer: list[Entry] | None) -> None:
-        """Set the list that `log` writes into, also for TrainModules within this one; None for nowhere."""
+        """Set the list into which `log` writes, also for TrainModules within this one.
+
+        With None, `log` warns or raises an error.
+        """
         for module in self.modules():
             if isinstance(module, TrainModule):
                 module._log_buffer = buffer
@@ -408,7 +411,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
         for module in self.modules():
-            if isinstance(module, TrainModule):  # including a TrainModule within this one, such as a backbone
+            if isinstance(module, TrainModule):  # `modules` includes TrainModules within this one, such as a backbone
                 module._trainer = trainer
 
     @property
@@ -468,7 +471,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The first floating parameter's dtype."""
+        """Dtype of the first floating-point parameter."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -770,7 +773,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     def __getstate__(self) -> Any:
         # Copies and saved modules must not carry the Trainer, nor steps compiled for another object.
-        state = super().__getstate__()  # this leaves the compiled forward out
+        state = super().__getstate__()  # nn.Module's `__getstate__` leaves the compiled forward out
         left_out = {"_trainer": None, "_log_buffer": None}
         return {key: left_out.get(key, value) for key, value in state.items() if key not in STEPS}
 

@@ -38,7 +38,8 @@ class NewestState(ModelCheckpoint):
         super().__init__(first.own_folder, every_n_epochs=0, background=first.background, on_error=first.on_error)
         self._beside = beside
         self.due = False  # whether a ModelCheckpoint has decided on a save since the last `settle`
-        self._holder: ModelCheckpoint = self  # the callback that saved the newest full state, at this step and position
+        # the callback that saved the newest full state; `_step` and `_position` are those of this state
+        self._holder: ModelCheckpoint = self
         self._step = -1
         self._position: dict[str, Any] | None = None
         if any("on_train_batch_end" in vars(each) for each in beside):
@@ -59,7 +60,7 @@ class NewestState(ModelCheckpoint):
         self.settle(trainer)
 
     def settle(self, trainer: Trainer) -> None:
-        """Save the full state if this is due, unless a full state of this step exists or is being saved. Collective."""
+        """If a save is due, save a full state, unless one of this step exists or is being saved. Collective."""
         if self.due:
             self.due = False
             if self._step != trainer.global_step:
@@ -84,7 +85,7 @@ class NewestState(ModelCheckpoint):
 
     @property
     def _folders(self) -> list[Path | None]:
-        # all folders, since after a restart another ModelCheckpoint may be the first
+        # search the folders of all ModelCheckpoints, since after a restart another one may be the first
         return list(dict.fromkeys(each.own_folder for each in self._beside))
 
     @property
@@ -93,7 +94,7 @@ class NewestState(ModelCheckpoint):
         return self._path(self._holder.last_model_path)
 
     def _want_newest(self, trainer: Trainer) -> None:
-        return None  # nothing to do: this callback itself saves the newest state
+        return None  # nothing to do, since this callback itself saves the newest state
 
     def note(self, holder: ModelCheckpoint | None) -> None:
         """Record the callback that has saved, or is saving, a full state of this step; None if the save has failed."""

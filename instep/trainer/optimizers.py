@@ -126,7 +126,7 @@ def wants_closure(optimizer: Optimizer | None) -> bool:
 
 
 def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None]]]:
-    """Return the optimizers, and each scheduler with the monitor that the dict of its optimizer names."""
+    """Return the optimizers, and each scheduler with the `monitor` from its optimizer's dict, or None."""
     if isinstance(result, Optimizer):
         return [result], []
     if isinstance(result, Mapping):
@@ -312,7 +312,7 @@ def _metric_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> No
 
 
 class TrainOptimizer(OptimizerProxy):
-    """Optimizer of manual optimization, as `self.optimizers()` returns it. The Trainer counts its steps.
+    """Wrapper of an optimizer in manual optimization, as `self.optimizers()` returns it. The Trainer counts its steps.
 
     All other attributes are those of the original optimizer, and `isinstance(opt, torch.optim.Adam)` holds.
 

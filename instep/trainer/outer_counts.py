@@ -1,4 +1,4 @@
-"""Keep what metric objects have counted in training apart, while a validation or test uses the same objects."""
+"""`OuterCounts`: keeps what metric objects have counted in training while an evaluation uses the same objects."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class OuterCounts:
         self._counts.put_back(self._counts.objects)
 
     def take_out(self) -> None:
-        """Reset the metric objects before the first batch.
+        """Store the training's counts and reset the metric objects, before the first batch of the evaluation.
 
-        Hooks that run earlier can still read the training's counts.
+        Hooks that run before this call can still read the training's counts.
         """
         self._counts = self._room.Counts(self._objects)
 
@@ -61,7 +61,7 @@ class OuterCounts:
     def put_back(self) -> None:
         """Restore the training's counts.
 
-        If the evaluation has updated an object but not logged it, the counts of the evaluation are added.
+        If the evaluation has updated an object but not logged it, the counts of training and evaluation are added.
         """
         counts, self._counts = self._counts, self._room.Counts([])
         counts.put_back([one for one in counts.objects if id(one) in self._logged or not one._update_count])

@@ -25,7 +25,7 @@ _STARTED_IN = _folder()
 def own_command(settings: Settings) -> dict[str, Any] | None:
     """Return the command that runs this program again, for its checkpoints; None in a notebook or a test.
 
-    Secrets among its arguments are left out. A mark shows that this user wrote the command.
+    Secrets among its arguments are left out. The entry "mark", a signature, shows that this user wrote the command.
     """
     from instep.launch import hydra  # imported late: only a save needs it
     from instep.launch.command import this_command

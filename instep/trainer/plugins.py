@@ -22,7 +22,8 @@ from instep.utils.warn import warn_user
 
 _warned: set[tuple[type, str]] = set()
 
-_A_LOADER = 0.92  # least difflib ratio of a misspelt loader method; a helper method get_predict_dataloader has only 0.9
+# lowest similarity (difflib ratio) of a misspelt loader method; a helper method get_predict_dataloader has only 0.9
+_A_LOADER = 0.92
 _LOADER_OF = {"fit": "train", "validate": "val"}
 _NEEDED = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
 
@@ -98,10 +99,10 @@ def writes_checkpoints(callback: Callback) -> bool:
 
 
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Sort callbacks as they run: those with `runs_first`, then all others, then those that write checkpoints.
+    """Sort callbacks as they will run: first those with `runs_first`, last those that write checkpoints.
 
-    Savers come late, since a checkpoint holds the state of the others. A saver for exceptions comes last, so that the
-    `on_exception` of all others runs before it.
+    Callbacks that write checkpoints come late, since a checkpoint holds the state of all other callbacks. A callback
+    that saves after an exception comes last, so that `on_exception` of all other callbacks runs before its own.
     """
 
     def place(callback: Callback) -> int:
@@ -127,7 +128,7 @@ def first_logger(loggers: Sequence[Any], settings: Settings) -> Any:
 
 
 def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Callback]:
-    """Add the default callbacks and those of installed packages to the user's, and sort all as they run.
+    """Add the default callbacks and those of installed packages to the user's, and sort all as they will run.
 
     Args:
         settings: settings of the Trainer.
@@ -136,7 +137,7 @@ def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Call
     Raises:
         SettingError: there are two progress bars, or a callback was passed although an argument turns it off.
     """
-    # its names load when used, so only the default callbacks that are on are loaded
+    # its names load when used, so only the default callbacks that are switched on are loaded
     from instep import callbacks as room
 
     callbacks = list(settings.callbacks)
@@ -219,7 +220,7 @@ def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list
     merged = in_order([*(callback for callback in callbacks if not is_replaced(callback)), *own])
     _check_bars(merged)
     keys = [callback.state_key for callback in merged]
-    # `state_dict` is called only on these
+    # call `state_dict` only on callbacks whose key is not unique
     alike = [callback for callback in merged if keys.count(callback.state_key) > 1]
     keys = [callback.state_key for callback in alike if callback.state_dict()]
     twice = sorted({key for key in keys if keys.count(key) > 1})
@@ -259,7 +260,7 @@ def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule |
 
 
 def _check_files(loggers: Sequence[Any]) -> None:
-    """Raise SettingError if two loggers would write one file. Their folders are known only once they have started."""
+    """Raise SettingError if two loggers would write the same file. This is known only once the loggers have started."""
     taken: dict[Any, str] = {}
     for logger in loggers:
         path, kind = getattr(logger, "path", None), type(logger).__name__

@@ -83,7 +83,7 @@ class RunFolder:
         self._made = False  # whether the folder is new
         self._evaluated = False  # whether only evaluations have used the folder, and no fit
         self._status: dict[str, Any] = {}  # content of `status.json`
-        self._facts: dict[str, Any] = {}  # the part of `status.json` that is known at the start
+        self._facts: dict[str, Any] = {}  # the part of `status.json` that is known when the run starts
         self._claimed: Path | None = None  # folder created for a logger that was used before the run
         # folders of configurations; the first that is a run folder is searched for checkpoints
         self.given: Sequence[Path] = ()
@@ -154,7 +154,7 @@ class RunFolder:
             return self._resolve_regular(ctx, ckpt_path, False)
         kind = None if ctx.fn != "fit" or (ctx.asked is not None and ctx.asked.weights_only) else "full"
         found = None
-        # if these folders have no checkpoint, the regular folder has one, or raises
+        # if these folders have no checkpoint, the search below, in the regular folder, finds one or raises an error
         with suppress(CheckpointNotFoundError, CorruptCheckpointError):
             found = checkpoint.CheckpointStore(apart[0]).resolve(
                 "last", kind=kind, line=own_line(ctx.trainer), also=apart[1:]
@@ -195,7 +195,8 @@ class RunFolder:
             store, found = checkpoint.CheckpointStore(version / "checkpoints"), None
             goes_on = self.path is None and ckpt_path == "auto" and ctx.fn == "fit"
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
-                ctx.saver.own(store.root)  # raises before the first save if the same command runs already
+                # raise an error now, and not at the first save, if the same command is already running
+                ctx.saver.own(store.root)
             try:
                 found = store.resolve(keyword, kind=kind, monitor=monitor, mode=mode, line=line)
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
@@ -298,12 +299,12 @@ class RunFolder:
 
     @property
     def _asked(self) -> str | None:
-        """Name of the folder that the `version` of the deciding logger asks for."""
+        """Name of the folder that `version` of the first logger with a `save_dir` asks for."""
         return None if self._decider is None else self._decider.writer.asked
 
     @property
     def _named(self) -> Path | None:
-        """Folder that the `version` of the deciding logger asks for."""
+        """Folder that `version` of the first logger with a `save_dir` asks for."""
         return None if self._asked is None else (self.base / self._asked).absolute()
 
     def _continues_in(self, ctx: RunContext, folder: Path) -> bool:
@@ -558,7 +559,7 @@ def _facts_of(ctx: RunContext) -> dict[str, Any]:
 
 
 def _hint(folder: Path) -> str:
-    """Return why "auto" never finds a run in a folder that Hydra names by the time; "" for other folders."""
+    """Return why "auto" never finds a run whose folder Hydra has named by the start time; "" for other folders."""
     if "hydra" not in sys.modules:
         return ""
     from instep.launch.hydra import new_folder  # imported late: only a program with Hydra needs it
@@ -631,8 +632,8 @@ def own_folders(ctx: RunContext, but: Any = None) -> list[Path]:
 
 
 def own_line(trainer: Trainer) -> Line | None:
-    """Return this Trainer's line: its own checkpoints, and those of the runs that it continues.
+    """Return the chain of runs (this Trainer's and those that it continues) whose checkpoints belong to this Trainer.
 
-    None before it has trained.
+    Return None if the Trainer has not trained yet.
     """
     return trainer.line if trainer.global_step > 0 else None

@@ -267,8 +267,8 @@ class TrainerSaver(RunSaver):
     def save_after(self, error: BaseException, folder: Path | None, name: str | None) -> Path | None:
         """Save the run after an error: all ranks together, or this rank alone if it holds the whole state.
 
-        This rank saves alone only if the other ranks do not come. The checkpoint has the kind "full", unless the error
-        was raised in an optimizer's step, which may be half done.
+        This rank saves alone only if the other ranks do not join the save. The checkpoint has the kind "full", unless
+        the error was raised in an optimizer's step, which may be half done.
 
         Args:
             error: error that ended the run on this rank.
@@ -480,7 +480,7 @@ def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
         plan: plan with the checkpoint.
 
     Returns:
-        The skipped weights by name: they would be read from the file that `configure_model` has named.
+        The marked weights by name. Without the mark, they would be read from the file that `configure_model` has named.
     """
     from instep.strategies.materialize import await_weights, deferred_weights  # imported late: only a resume needs it
 
@@ -491,7 +491,7 @@ def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
 
 
 def _stand_at(ctx: RunContext, saved: SavedRun) -> None:
-    """Set step and epoch during an evaluation to those of the checkpoint, since its metrics belong to these."""
+    """Set step and epoch during an evaluation to those of the checkpoint, to which the evaluation's metrics belong."""
     at = ctx.position
     ctx.exit_stack.callback(vars(at).update, dict(vars(at)))
     position = saved.shared.get("position")
@@ -506,7 +506,7 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
     Args:
         ctx: the run; its module is on its device.
         plan: plan with the checkpoint; its report records what was loaded and what was not.
-        awaited: what `await_weights` returned.
+        awaited: weights that `await_weights` returned.
     """
     path, saved, parts, report = plan.path, plan.saved, plan.parts, plan.report
     left_out: dict[str, Any] = {} if saved is None else saved.shared.get("left_out") or {}
@@ -537,10 +537,11 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
         absent,
     )
     rest = {name: value for name, value in awaited.items() if name not in names}
-    if rest:  # a hook has removed them from the state dict
+    if rest:  # a hook has removed these weights from the state dict
         ctx.strategy.load_model_state(rest, strict=False)
     if absent:
-        from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out  # imported late: rare
+        # imported late: few runs need it
+        from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out
 
         ctx.saver.left_out = ctx.saver.left_out or LeftOutWeights()
         ctx.saver.left_out.held |= set(names)
@@ -566,7 +567,7 @@ def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
             ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:
         _resume_callbacks(ctx, plan, state["callbacks"])
-    # callbacks may have set hyperparameters, such as a learning rate, that they had found
+    # after the callbacks, since they may have set hyperparameters, such as a learning rate that they found
     if ctx.rank == 0 and parts.position and parts.lr is None:
         _warn_of_changes(state["hyper_parameters"], plain_values(ctx.module.hparams), saved.path)
 

@@ -159,7 +159,8 @@ def forward_backward(ctx: RunContext, parts: StepParts) -> Step:
         if loss is None:
             return None
         weight = weight_of_full if batch_idx < full_batches else weigh(batch_idx)
-        if weight != 1.0:  # a batch of weight 0 only keeps this rank in step: even a nan in it must have no effect
+        # A batch of weight 0 only keeps this rank in step with the others: even a nan in its loss must have no effect.
+        if weight != 1.0:
             loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         for hook in before_backward:
             hook(loss)
@@ -268,8 +269,8 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
 def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) -> Step:
     """Make the step for an overridden `TrainModule.optimizer_step`, or for an optimizer that needs a closure.
 
-    With several optimizers, the closure of the first one runs forward and backward. The closures of the others return
-    its loss.
+    With several optimizers, the closure of the first optimizer runs forward and backward. The closures of the other
+    optimizers only return the same loss.
     """
     module, at, counts = ctx.module, ctx.position, ctx.counts
     searches = ctx.world_size > 1 and wants_closure(ctx.optimizers[0])
@@ -287,7 +288,7 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) ->
             outputs.append(output)
             prepare()
             found = None if output is None else loss_of(output, ctx)
-            # all ranks need the same loss, or each would evaluate a different number of times
+            # L-BFGS needs the same loss on all ranks, or the ranks would evaluate it different numbers of times
             if searches and found is not None:
                 weight = ctx.strategy.loss_weight()
                 found = reduce(found.detach() * weight if weight else torch.zeros_like(found.detach()))

@@ -142,7 +142,8 @@ class Trainer:
             30.
         hang_timeout_s: seconds without a step after which the ranks count as hung: their stacks are written into the
             run folder and they end with exit code 76, which elastic launchers start again. Starting, loading,
-            saving, compiling, a loop's first batch and its end may take ten times as long. None: INSTEP_HANG_TIMEOUT_S
+            saving, compiling, a loop's first batch and its end may take ten times as long. None: the value of the
+            environment variable INSTEP_HANG_TIMEOUT_S.
         name: name of the run in `instep runs` and the dashboard; it does not change the run folder. Without a name they
             show the hyperparameters by which the run differs from its neighbours.
         **unknown: any other argument raises an error that names the replacement.
@@ -191,7 +192,7 @@ class Trainer:
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
         tf32: bool | None = None,
-        # the name of the torch function, torch.compile
+        # named as in torch.compile, although it hides the builtin
         compile: str | bool | CompileConfig | dict[str, Any] | None = None,
         cuda_graphs: bool | None = None,
         gc_every_n_steps: int | None = None,
@@ -247,7 +248,7 @@ class Trainer:
         self._loaded: Location | None = None
         self._asked_for: Location | None = None  # `ckpt_path` as the user set it
         self._data: dict[str, StageData] = {}  # data of the last runs, by stage
-        self._ctx: RunContext | None = None  # context of the call that runs
+        self._ctx: RunContext | None = None  # context of the running fit, validate, test or predict
         self._last_ctx: RunContext | None = None
         self._log: MetricLog | None = None  # log that `self.log` writes into
 
@@ -358,7 +359,7 @@ class Trainer:
         self._launch()
         self._begin(model)
         if replay := find_replay():
-            ckpt_path, resume = replay.prepare(self, model), None  # a replay loads all of its checkpoint
+            ckpt_path, resume = replay.prepare(self, model), None  # `instep replay` needs the whole checkpoint
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         with open_run(self, "fit", model, datamodule, loaders, ckpt_path, resume) as ctx:
             fit(ctx)
@@ -521,7 +522,7 @@ class Trainer:
         """Detach a run from the Trainer. It stays known as the last run and can still be saved."""
         before, self._ctx = self._last_ctx, None
         if ctx.fn == "fit" or before is None or before.module is not ctx.module:
-            self._last_ctx = ctx  # an evaluation must not hide fit's optimizers from save_checkpoint
+            self._last_ctx = ctx  # after an evaluation, save_checkpoint must still find the optimizers of the last fit
         self.progress.stage = self.state.stage = None
 
     def _set_seed(self, saved: int | None = None) -> None:
@@ -548,7 +549,7 @@ class Trainer:
         return before
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the Trainer does not have what its runs hold: devices, process groups, loaders.
+        # A copy of the Trainer does not include objects of its runs, such as devices, process groups and loaders.
         data = {stage: replace(data, loaders=None) for stage, data in self._data.items()}
         return {**self.__dict__, "_ctx": None, "_last_ctx": None, "_log": None, "_data": data}
 
@@ -632,7 +633,7 @@ class Trainer:
         """Save a run after an error, as `OnExceptionCheckpoint` does. The arguments are those of `save_to`.
 
         Returns:
-            The folder; None if the other processes do not come and this one does not hold the whole state.
+            The folder; None if the other processes do not join the save and this one does not hold the whole state.
         """
         return self.saver.save_after(error, dirpath, name)
 
@@ -724,7 +725,7 @@ class Trainer:
     def callback_metrics(self) -> dict[str, Tensor]:
         """All logged values as 0-dim tensors: reduced epoch values, and the current step values of training."""
         if self._log is not None and self._log.buffer:
-            self._log.drain()  # includes what the current hook has logged itself
+            self._log.drain()  # collect what the current hook has logged so far
         return as_tensors({**self.metrics.callback, **({} if self._log is None else self._log.callback_values)})
 
     logged_metrics: ReadOnly[dict[str, Tensor]] = ReadOnly(
@@ -810,7 +811,8 @@ class Trainer:
         """All loggers of the Trainer."""
         if self._loggers is None:
             if self.settings.logger is True:
-                from instep.loggers import TensorBoardLogger  # imported late: loads the logger, not tensorboard
+                # imported late: this loads instep's logger, but not tensorboard
+                from instep.loggers import TensorBoardLogger
 
                 self._loggers = [TensorBoardLogger()]
             else:
@@ -934,7 +936,7 @@ class Trainer:
             (print if (bar := self.progress_bar_callback) is None else bar.print)(*args, **kwargs)
 
     def _print(self, text: Any) -> None:
-        """Print a text of instep's own. Control characters in names are removed, since a terminal would obey them."""
+        """Print a text of instep. Control characters in names are removed, since a terminal would obey them."""
         self.print(clean(str(text)))
 
     # ------------------------------------------------------------------ what `TrainModule` calls

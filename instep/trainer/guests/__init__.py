@@ -1,7 +1,8 @@
 """Guests of the training step: features, such as the check for nan, that change the step of a run.
 
 The step is made at the start of each epoch, and again when the batch size grows. It is made of parts (`StepParts`), and
-each guest may replace some of them by others, one guest after the other. A run without guests has no extra cost.
+the guests, one after the other, may replace some of these parts by other functions. A run without guests has no extra
+cost.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class StepParts:
         on_loss: called with each loss before its backward, but not with that of a replayed batch.
         before_clip: called with the optimizers at the end of a window, before the gradients are clipped.
         needs_loss: whether the optimizers step only at the end of a window that had a loss.
-        around: reasons why forward and backward cannot be compiled or recorded as one function; empty if they can.
+        around: reasons why forward and backward cannot be compiled or recorded as one function; empty if there are
+            none.
         forward_backward: `forward_backward(batch, batch_idx)` runs forward and backward of a micro-batch; returns the
             same as `take`.
         step_plain: steps the only optimizer; None if there are several, or if something wraps the optimizer's step.
@@ -83,7 +85,7 @@ class StepGuest:
     def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
         """Return the batches for the step method `name`.
 
-        `place` has further facts of the loop, such as the loader's index.
+        `place` holds the loop's position, such as the loader's index.
         """
         return batches
 
@@ -110,7 +112,7 @@ class StepGuest:
         """Change `parts.forward_backward` and `parts.step_plain`."""
 
     def finish(self, parts: StepParts) -> None:
-        """Change `parts.step`, the whole training step."""
+        """Wrap or replace `parts.step`, the whole training step."""
 
     def step_optimizer(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that steps an optimizer: `step(optimizer, closure=None)`."""
@@ -153,7 +155,7 @@ def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
 
 
 def note_samples(ctx: RunContext) -> None:
-    """Record the position at an epoch's start in the run's ledger, from which the samples of a step can be listed."""
+    """Record the position at an epoch's start in the run folder, so that the samples of a step can be listed later."""
     folder, at, loaders = ctx.trainer.run_folder.path, ctx.position, ctx.loaders
     if ctx.rank == 0 and folder is not None and not ctx.is_trial:
         accumulate = loaders.accumulate if ctx.module.automatic_optimization and not loaders.phases else None

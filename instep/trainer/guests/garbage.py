@@ -9,10 +9,10 @@ from instep.trainer.guests import StepGuest, StepParts
 
 
 class GarbageCollection(StepGuest):
-    """Guest that collects garbage every N optimizer steps, and turns Python's automatic collection off.
+    """Feature (guest) that collects garbage every N optimizer steps, and turns Python's automatic collection off.
 
-    Python collects garbage when enough objects have been created. Each rank gets there at another time, and then all
-    other ranks wait for it.
+    Python collects garbage when enough objects have been created. Each rank reaches this number at a different time,
+    and then all other ranks wait for this rank.
     """
 
     def finish(self, parts: StepParts) -> None:

@@ -51,8 +51,8 @@ class _Check:
     losses: list[Tensor]
     parameters: list[Tensor]
     found: Tensor
-    norms: Tensor | None = None  # one per parameter, not finite where its gradient is not
-    bad: bool | None = None  # None: the host has not read the result yet
+    norms: Tensor | None = None  # one norm per parameter, not finite if the parameter's gradient is not finite
+    bad: bool | None = None  # whether a value is not finite; None: the host has not read the result yet
     what: str = "gradients"
 
 
@@ -70,7 +70,7 @@ class _LeftOut(Exception):
 
 
 class NonFiniteGuard(StepGuest):
-    """Guest that checks the optimizer steps of a fit for nan and inf, and acts by the policy.
+    """Feature (guest) that checks the optimizer steps of a fit for nan and inf, and acts as `Trainer(nonfinite=)` says.
 
     Args:
         ctx: a fit with optimizers, whose settings have a policy: "stop", "skip" or "continue".
@@ -93,7 +93,7 @@ class NonFiniteGuard(StepGuest):
         self._known: dict[int, int] = {}  # id of an optimizer -> number of its gradients when it last stepped
         self._losses: list[Tensor] = []
         self._first_batch = 0
-        # id of an optimizer -> check of its gradients and of those of the optimizers that step with it
+        # id of an optimizer -> check of its gradients, together with the gradients of the optimizers that step with it
         self._checked: dict[int, _Check] = {}
         self._waiting: list[_Check] = []
         self._last_found = torch.zeros((), dtype=torch.float32, device=device)
@@ -192,7 +192,7 @@ class NonFiniteGuard(StepGuest):
 
     def _leave_out(self, optimizer: Optimizer) -> None:
         self._strategy.gradients.forget(optimizer)
-        # not as after a skip by the scaler: this step counts, for schedulers too
+        # a step that the scaler skips does not count, but this step counts, for schedulers too
         self._strategy.gradients.step_was_skipped = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
 
@@ -252,7 +252,8 @@ class NonFiniteGuard(StepGuest):
             self._known[id(optimizer)] = len(_with_gradients(optimizer))
             return
         with torch.no_grad():
-            for p, value in zip(weights, before, strict=False):  # without copies, the closure raised before any change
+            # `before` is empty if the closure raised before any change
+            for p, value in zip(weights, before, strict=False):
                 p.copy_(value)
         self._report(check)
         self._leave_out(optimizer)
@@ -262,7 +263,7 @@ class NonFiniteGuard(StepGuest):
     def settle(self) -> None:
         """Read the flags that are still on the device, and report bad steps. Collective.
 
-        If the host checks each step at once, no flags are left.
+        If the host checks each step at once, no flags are left to read.
 
         Raises:
             NonFiniteError: the policy is "stop", and a step since the last call was not finite.

@@ -24,7 +24,7 @@ from instep.utils.warn import warn_user
 
 
 class OneGraph(StepGuest):
-    """Guest that replaces forward and backward by one graph, and the optimizer's step by another graph."""
+    """Feature (guest) that replaces forward and backward by one graph, and the optimizer's step by another graph."""
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
@@ -77,7 +77,7 @@ class OneGraph(StepGuest):
     def _recorded(self, parts: StepParts, recorder: cuda_graphs.Recorder) -> Step:
         """Make the function that replays forward, loss and backward of one batch as a CUDA graph.
 
-        Batches after the first `full_batches` run without it.
+        Batches after the first `full_batches` run without the graph.
         """
         ctx, log, buffer, train = self.ctx, self.ctx.log, self.ctx.log.buffer, parts.forward_backward
         if self.captured is None:
@@ -103,12 +103,12 @@ class OneGraph(StepGuest):
     def _compiled_step(self, parts: StepParts) -> Step:
         """Make the function that runs forward, loss and backward of one micro-batch as one compiled graph.
 
-        This function zeroes the gradients before the forward, and the usual step after it. No hook can see the
-        difference.
+        This function zeroes the gradients before the forward; the usual step zeroes them after the forward. No hook can
+        see the difference.
         """
         ctx, log, buffer, config = self.ctx, self.ctx.log, self.ctx.log.buffer, self.ctx.settings.compile
         zero_grad, weigh, train = parts.zero_grad, parts.weigh, parts.forward_backward
-        # the function of an earlier epoch is kept, since torch would compile a new one again
+        # the function of an earlier epoch is used again, since torch would have to compile a new function
         if self._compiled is None:
             assert config is not None
             ctx.exit_stack.enter_context(backward_in_graph())

@@ -93,7 +93,7 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
             raise
 
     def steps(self) -> Iterator[None]:
-        """Yield None once for each step, as long as a batch is left for the step to begin with."""
+        """Fetch the first batch of each step and yield None for the step, until no batch is left."""
         while not self.done:
             try:
                 self._fetch()
@@ -133,7 +133,7 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
 
 
 class OwnBatches(StepGuest):
-    """Guest that gives a `StepIterator` to steps that ask for it, and counts the batches that they take."""
+    """Feature (guest) that passes a `StepIterator` to steps with the argument `dataloader_iter`, and counts batches."""
 
     _taker: StepIterator | None = None
 
@@ -167,10 +167,10 @@ class OwnBatches(StepGuest):
         try:
             yield from taker.steps()
         finally:
-            self._taker = outer  # after an evaluation this is the training's iterator again
+            self._taker = outer  # after an evaluation, set the iterator of the training again
 
     def step_method(self, name: str, step: Step) -> Step:
-        """Return a step method that gets the current `StepIterator` in place of a batch."""
+        """Return a wrapper that calls the step method with the current `StepIterator` in place of a batch."""
         if not self._takes(name):
             return step
         progress = self.ctx.trainer.progress
@@ -220,7 +220,7 @@ class OwnBatches(StepGuest):
             )
 
     def take(self, parts: StepParts) -> None:
-        """Weigh the loss of each step by the number of samples that the step took."""
+        """Weight the loss of each step by the number of samples that the step took."""
         if not self._takes("training_step"):
             return
         parts.full_batches, parts.weigh = 0, self._weigh

@@ -2,9 +2,9 @@
 
 A rank that runs out of memory in the middle of a step leaves the others waiting in a collective that it never enters.
 Inside of `out_of_memory`, every collective (of the user, DDP, FSDP or DTensor) therefore begins only once all ranks
-have reported that they are well. A rank that ran out of memory reports this at the same place, and the others leave
-their step there by an error. The memory of a collective is allocated before the report, so that it cannot fail after
-it.
+have reported that they are well. A rank that ran out of memory reports this in place of its next collective, and the
+other ranks leave their step by an error. The memory of a collective is allocated before the report, so that it cannot
+fail after it.
 """
 
 from __future__ import annotations

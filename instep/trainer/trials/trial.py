@@ -161,7 +161,7 @@ class Trial:
             )
 
     def _open(self) -> None:
-        """Make a context like the run's, and let the Trainer and the module use it in place of the run's."""
+        """Make a copy of the run's context for the trial, and let the Trainer and the module use this copy."""
         run, trainer, module = self._run, self._trainer, self._module
         ctx = self._ctx = copy.copy(run)
         ctx.position = copy.copy(run.position)
@@ -199,13 +199,14 @@ class Trial:
         """Restore module, optimizers and strategy to their state at the trial's start, even in the middle of a step."""
         self._strategy.abandon_step()
         self._snapshot.restore()
-        self._strategy.prepare_training(self._module, self._run.optimizers)  # makes DDP's reducer as if new
+        # with DDP, this wraps the module again, with a new reducer
+        self._strategy.prepare_training(self._module, self._run.optimizers)
         self._snapshot.restore()  # a second time, since `prepare_training` may have made buffers the same on all ranks
 
     # ---- data
 
     def _new_data(self, fresh: bool, steps: int | None = None) -> None:
-        """Start again at the beginning of the data.
+        """Prepare the data again, to be read from its beginning.
 
         Args:
             fresh: whether to request the loaders from the user's methods again; if not, the run's loaders are read.
@@ -215,7 +216,8 @@ class Trial:
         self._close_data()
         given = dict.fromkeys(run.loaders.given) if fresh else {self._stage: run.loaders.raw(self._stage)}
         ctx.loaders = Loaders(self._trainer, self._module, run.datamodule, given, run.device, run.gradient)
-        if run.settings.global_batch_size is None:  # else the loader's batch size decides the accumulation
+        # with `global_batch_size`, the loader's batch size decides the accumulation
+        if run.settings.global_batch_size is None:
             ctx.loaders.accumulate = run.loaders.accumulate
         if steps is not None:
             limited = {f"limit_{stage}_batches": steps for stage in ("val", "test", "predict")}
@@ -325,7 +327,8 @@ class Trial:
         """
         clear_device_cache(garbage_collection=self._run.device.type != "cpu")
         self._new_data(fresh=True, steps=steps)
-        self._sources()  # collective, so it must not be inside `out_of_memory`, which one rank alone may leave
+        # This call is collective, so it must not be inside `out_of_memory`, which one rank alone may leave.
+        self._sources()
         why = out_of_memory(lambda: self._run_steps(steps), f"trying batches ({self._run.fn})")
         self._close_data()
         if why:
@@ -352,7 +355,7 @@ class Trial:
         run.source = loaders.train
         run.source.set_epoch(run.position.epoch)
         self._trainer.progress.outer_total = run.source.num_batches
-        if run.gradient.dataloader_references:  # within an epoch
+        if run.gradient.dataloader_references:  # an epoch is running, so replace its loader
             run.gradient.active_dataloader, run.gradient.dataloader_references = run.source, [run.source]
             plan_validation(run)
 
@@ -404,7 +407,7 @@ def _samples(source: Any) -> int | None:
 
 
 def _state_of(source: Any) -> Callable[[], None]:
-    """Record the state of data sets whose state lasts longer than an epoch, and return a function that restores it."""
+    """Record the data sets' states that last over epochs, and return a function that restores these states."""
     data = [getattr(part, "dataset", None) for part in getattr(source, "flattened", [source])]
     kept = [(one, copy.deepcopy(one.state_dict())) for one in data if isinstance(one, Stateful)]
 
