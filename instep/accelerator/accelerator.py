@@ -94,11 +94,12 @@ class Accelerator(ProcessMethods):
         project_dir: folder of checkpoints and logs, unless `project_config` sets it.
         project_config: like `project_dir`, with more options.
         gradient_accumulation_plugin: like `gradient_accumulation_steps`, with more options.
-        step_scheduler_with_optimizer: whether a scheduler steps only with its optimizer. False passes every
-            `scheduler.step()` on.
+        step_scheduler_with_optimizer: whether a scheduler steps only with its optimizer. With False, every call of
+            `scheduler.step()` steps the scheduler.
         kwargs_handlers: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
             `InitProcessGroupKwargs`, `ProfileKwargs`; one of each.
-        debug: checked collectives; None: as `INSTEP_DEBUG` says.
+        debug: whether ranks compare each collective before they run it; None: the value of the environment variable
+            INSTEP_DEBUG.
 
     Raises:
         SettingError: an argument is wrong, or two of them contradict each other.
@@ -138,7 +139,7 @@ class Accelerator(ProcessMethods):
         dataloader_config: DataLoaderConfiguration | None = None,
         strategy: str | Strategy | None = None,
         parallelism_config: ParallelismConfig | None = None,
-        # the name of the torch function, torch.compile
+        # named as in torch.compile, although it hides the builtin
         compile: str | bool | CompileConfig | dict[str, Any] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
@@ -183,7 +184,8 @@ class Accelerator(ProcessMethods):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         if read_environment().launcher != "none":
-            from instep.health.error_report import report_failures  # imported late: only ranks need it
+            # imported late: only a process of a launcher needs it
+            from instep.health.error_report import report_failures
 
             report_failures()
         group = self._handlers.get(InitProcessGroupKwargs)
@@ -210,7 +212,7 @@ class Accelerator(ProcessMethods):
         self._states = States(self._prepared, self.project_configuration)
         self.resume_report: ResumeReport | None = None
 
-    # ---- the process
+    # ---- properties of this process
 
     state: ReadOnly[AcceleratorState] = ReadOnly(lambda a: AcceleratorState(), "State of the process and of this run.")
     gradient_state: ReadOnly[GradientState] = ReadOnly(lambda a: GradientState(), "State of gradients and loaders.")
@@ -768,9 +770,9 @@ class Accelerator(ProcessMethods):
         loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
         share, size = (Share(), None) if loader is None else (loader.source.share, loader.batch_size)
         samples = share.mine
-        if samples is None and share.last and per_sample:  # the last batch of a stream may be shorter
+        if samples is None and share.last and per_sample:  # the last batch of an iterable data set may be shorter
             data = cut_last(data, share.all, size)
-        # another rank with the same data counts its samples
+        # if several ranks read the same data, only one of them counts the samples
         samples = samples if self._prepared.main_strategy.contributes else 0
         return gather_samples(data, samples, size, use_gather_object, per_sample)
 

@@ -58,7 +58,7 @@ class TorchDynamoPlugin:
 
 
 def compile_asked_for(
-    compile: Any,  # the name of the torch function, torch.compile
+    compile: Any,  # named as in torch.compile, although it hides the builtin
     plugin: TorchDynamoPlugin | None,
     backend: str | None,
 ) -> CompileConfig | None:

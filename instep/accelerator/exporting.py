@@ -15,7 +15,9 @@ _NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # file names o
 
 
 def save(obj: Any, f: PathLike, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Save an object by `torch.save`, on the main process. A reader sees either the new file or the old one, whole.
+    """Save an object by `torch.save`, on the main process.
+
+    A reader sees either the whole old file or the whole new one.
 
     Args:
         obj: the object.

@@ -39,7 +39,7 @@ def _time(value: timedelta | float) -> timedelta:
 
 
 def _backends() -> set[str]:
-    """Collect the collective backends that torch knows, and those of instep's kinds of devices."""
+    """Collect the names of torch's communication backends and of those for the devices that instep supports."""
     ours = {kind.backend for kind in KINDS.values() if kind.backend is not None}
     return ours | set(getattr(torch.distributed.Backend, "backend_list", ()))
 
@@ -175,7 +175,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        resolve_strategy("ddp", 1, options=self.options())  # raises an error for a wrong hook or combination
+        resolve_strategy("ddp", 1, options=self.options())  # this call raises an error for a wrong hook or combination
 
     def options(self) -> dict[str, Any]:
         options = super().options()

@@ -83,9 +83,11 @@ class AcceleratedLoader:
         self._non_blocking = non_blocking
         self._restore_position = restore_position
         self._next_epoch = 0
-        self._others = 0  # batches of the epoch that other ranks have done, not included in the batches' numbers
-        self._pass: object = None  # mark of the running pass; an older iterator of this loader raises an error
-        self._restored: RestoredPlace | None = None  # place that `load_state` restored, until the script uses a batch
+        # saved number of finished batches minus `first_batch`, since another number of ranks counts batches differently
+        self._others = 0
+        self._pass: object = None  # identifies the running pass: an iterator of an older pass raises an error
+        # position that `load_state` restored; None once the script has used a batch
+        self._restored: RestoredPlace | None = None
         # numbers of batches that the script held, and had not used, at the start of the last pass
         self._held, self._ahead = 1, 0
 
@@ -125,10 +127,11 @@ class AcceleratedLoader:
         """Set the epoch of the next pass. The order of a pass is a function of the seed and the epoch."""
         place = self._unused_place()
         if place is not None and place.epoch != epoch:
-            self._restored = None  # the script has chosen another epoch than the restored one
+            # the script has chosen another epoch than the restored one, so drop the restored position
+            self._restored = None
         self._next_epoch = epoch
         if self._pass is None:
-            self.source.set_epoch(epoch)  # calls a set_epoch of the user's samplers and data sets at once
+            self.source.set_epoch(epoch)  # this also calls `set_epoch` of the user's samplers and data sets
 
     def __iter__(self) -> Iterator[Any]:
         return self.passes_from(None)
@@ -136,7 +139,7 @@ class AcceleratedLoader:
     def passes_from(self, batches: int | None) -> Iterator[Any]:
         """Yield the batches of one pass, beginning after this number of batches of the epoch.
 
-        With None, the pass begins at a restored place, or else at the epoch's beginning.
+        With None, the pass begins at a restored position, or else at the epoch's beginning.
         """
         gradient = self._gradient
         place = self._begin(batches)
@@ -180,14 +183,14 @@ class AcceleratedLoader:
         if not opening.outlasts:
             opening.end()
         done = 0 if place is None else place.batches
-        # The restored epoch has no batch left, so go on with the next one.
+        # The restored epoch has no batch left, so go on with the next epoch.
         if opening.is_empty and place is not None and done and batches in (None, done):
             self._restored = place.next_epoch()
             if batches is None:
                 yield from self.passes_from(None)
 
     def _begin(self, batches: int | None) -> RestoredPlace | None:
-        """Move the source to the first batch of a pass. Return the restored place at which the pass begins, or None."""
+        """Move the source to the first batch of a pass. Return the restored position where the pass begins, or None."""
         source, place = self.source, self._unused_place()
         if self.opening is not None and self.opening.outlasts:
             self._end_opening(self.opening)
@@ -237,7 +240,8 @@ class AcceleratedLoader:
     def set_windows(self, num_steps: int) -> None:
         """Set the number of batches in a window of accumulated gradients."""
         read_ahead = 0 if self._restored is None else most_kept(num_steps, self._held)
-        # a checkpoint may hold the position at the beginning of a window, so earlier positions are remembered
+        # a checkpoint may hold the position at the beginning of a window, so the source remembers the positions of one
+        # window
         self.source.history = num_steps + max(read_ahead, self._held - 1)
         plan = self.source.plan
         self.full_batches = plan.full_batches(num_steps)
@@ -276,7 +280,7 @@ class AcceleratedLoader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The epoch and the number of the current batch, as (epoch, batch)."""
+        """Position of the current batch, as (epoch, number of the batch in the epoch)."""
         return self.epoch, self.batch_idx
 
     def state_dict(self, window_begin: int | None = None, untrained: bool = False) -> StateDict:
@@ -285,7 +289,7 @@ class AcceleratedLoader:
         A position that `load_state` restored is returned again until the script uses a batch. In a loop that trains on
         the loader, a batch is done once `accelerator.backward` was called for it, or a prepared optimizer has stepped
         after it. In any other loop a batch is done once it was yielded, also the current one; and after a pass that was
-        left early, the next epoch follows.
+        left early, the next pass is the next epoch.
 
         Args:
             window_begin: number of the first batch of an open accumulation window. This batch and later ones do not
@@ -338,12 +342,12 @@ class AcceleratedLoader:
         return self._restored
 
     def use_up(self, place: RestoredPlace) -> None:
-        """Drop the place that `load_state` restored, since the script has now used a batch after it."""
+        """Drop the position that `load_state` restored, since the script has now used a batch after this position."""
         if self._restored is place:
             self._restored = None
 
     def forget_beginning(self) -> None:
-        """Forget a restored place at an epoch's beginning, if no pass over this loader runs."""
+        """Drop a restored position at an epoch's beginning, if no pass over this loader runs."""
         if self._pass is None and self._restored is not None and self._restored.state["source"] is None:
             self._restored = None
 

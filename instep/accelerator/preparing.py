@@ -133,7 +133,7 @@ class PreparedRun:
             take_off(model)
         for strategy in getattr(self, "_strategies", {}).values():
             strategy.teardown()
-        self.models: dict[str, nn.Module] = {}  # unwrapped, by name
+        self.models: dict[str, nn.Module] = {}  # unwrapped models by name
         self._strategies: dict[int, Strategy] = {}  # id of an unwrapped model -> its strategy
         self._wrapped: dict[int, nn.Module] = {}
         self._given: list[Optimizer] = []  # optimizers passed to the running `prepare`
@@ -245,7 +245,7 @@ class PreparedRun:
             )
         own = set(model.parameters())
         wrapped = strategy.wrap(model, [given for given in self._given if not own.isdisjoint(parameters_of(given))])
-        self.plain = strategy  # this strategy itself steps, scales and clips
+        self.plain = strategy  # this strategy steps the optimizer, scales the loss and clips gradients itself
         return wrapped
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -325,7 +325,7 @@ class PreparedRun:
         return prepared
 
     def _ask_again(self) -> None:
-        """Make the next backward check again that the optimizers' parameters belong to prepared models."""
+        """Let the next backward check again whether the optimizers' parameters belong to prepared models."""
         self._checked, self.uses.waits = False, True
 
     def before_backward(self) -> None:
@@ -453,7 +453,7 @@ def choose_strategy(
 ) -> Strategy:
     """Return the strategy that the argument or the environment asks for."""
     count = process.num_processes
-    # a single process needs no options of communication
+    # a single process needs no options for communication
     wanted = {} if options is None or count == 1 else options.options()
     if strategy is None:
         strategy, asked = asked_strategy()

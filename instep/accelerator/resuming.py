@@ -1,27 +1,27 @@
-"""How a loader continues at the place that `load_state` restored, until the script uses a batch.
+"""How a loader continues at the position that `load_state` restored, until the script uses a batch.
 
 After a resume with K finished batches in the epoch, a script either uses the batches that the loader yields, or skips K
 batches by itself (`if step < done: continue`, `itertools.islice`). Only a *use* of a batch shows which of the two the
 script does. A use is a forward of a prepared model with gradients on, `accelerator.backward`, a step, or a change in
 the gradient or value of a parameter that a prepared optimizer owns. Neither `next` nor a forward under `no_grad` is a
-use. Until the first use, each pass begins at K again:
+use. Until the first use, each pass begins at batch K again. A pass is in one of these states:
 
-| state     | the next batch                              | what ends it                                             |
-|-----------|---------------------------------------------|----------------------------------------------------------|
-| offering  | K, K+1, ... in order, of which each is kept | K passed over: skipped. Enough kept: repeating           |
-| repeating | a copy of K: nothing is read                | K passed over: skipped                                   |
-| skipped   | K, then what was kept, then the others      | the end of the pass                                      |
-| straight  | the next in order                           | the end; of an evaluation: then come those before K      |
-| used      | after the used one the next in order        | the end of the pass                                      |
+- offering, the first state: the pass yields batches K, K+1, ... and keeps a copy of each. After K batches without a use
+  the state is "skipped"; if as many batches as allowed are kept before that, it is "repeating";
+- repeating: the pass yields a copy of batch K again and again, and reads nothing. After K batches without a use the
+  state is "skipped";
+- skipped: the script has skipped K batches. The pass yields batch K and the other kept batches, then the later batches;
+- straight: the pass yields the next batches in order. An evaluation then gets the batches before K too;
+- used: the pass yields the batches after the used one in order.
 
 The first use changes any state to "used". "Offering" changes to "straight" if the script holds all batches that it was
 given (it reads ahead), or if a prepared model has evaluated a batch. So no used batch comes again, a batch that the
 script skipped for another reason is left out, and a pass in which no batch is used has as many batches as a whole
 epoch.
 
-A script that holds several batches at its first use either reads ahead, or takes all batches of an accumulation window
-at once. Its calls of `accelerator.backward` show which batches are done. Without these calls, all batches that it was
-given count as done, unless the script is always ahead by the same number.
+A script that holds several batches at its first use of a batch either reads ahead, or takes all batches of an
+accumulation window at once. Its calls of `accelerator.backward` show which batches are done. Without these calls, all
+batches that it was given count as done, unless the script is always ahead by the same number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ADVICE = (
 
 
 class RestoredPlace:
-    """Place in a loader's data that `load_state` restored: an epoch, and a number of finished batches.
+    """Position in a loader's data that `load_state` restored: an epoch, and a number of finished batches.
 
     Args:
         state: saved state of the loader. A save before the first use of a batch writes this state again.
@@ -67,17 +67,17 @@ class RestoredPlace:
         self.state, self.epoch, self.batches = state, epoch, batches
         self.held: int = state.get("held", 1)
         """How many batches the script held at its first use, in the run that saved the state."""
-        self._left = False  # whether a pass may have moved the source away from this place
+        self._left = False  # whether a pass may have moved the source away from this position
 
     def go(self, source: PreparedLoader) -> None:
-        """Move the source to this place."""
+        """Move the source to this position."""
         if self._left and self.state["source"] is not None:
             source.load_state_dict(self.state["source"])
         self._left = True
         source.set_epoch(self.epoch)
 
     def next_epoch(self) -> RestoredPlace:
-        """Return the place where the next epoch begins."""
+        """Return the position at the beginning of the next epoch."""
         epoch = self.epoch + 1
         return RestoredPlace({**self.state, "epoch": epoch, "source": None}, epoch, 0)
 
@@ -126,7 +126,7 @@ class Uses:
             active.opening.evaluates = True
 
     def forget_beginnings(self) -> None:
-        """Drop restored places at an epoch's beginning, of loaders that are not being read: the training has begun."""
+        """Drop restored positions at an epoch's beginning of all loaders that are not read: the training has begun."""
         for loader in self._loaders():
             loader.forget_beginning()
 
@@ -146,8 +146,8 @@ class Opening:
         loader: loader of the pass.
         uses: object that reports uses.
         raw: batches of the pass, before they are moved to the device.
-        place: the restored place, or None.
-        goes_on: whether the pass begins at the restored place, and not at a batch that the script has chosen.
+        place: the restored position, or None.
+        goes_on: whether the pass begins at the restored position, and not at a batch that the script has chosen.
         offers: whether the script may skip the finished batches itself.
 
     Attributes:
@@ -213,7 +213,7 @@ class Opening:
     # ---- uses
 
     def look(self) -> bool:
-        """Check for a use of a batch that was not reported; return True if a batch has been used."""
+        """Check whether the script has used a batch without a report; return True if a batch has been used."""
         loader = self._loader
         if not self.used and loader.opening is self:
             changed = self._place is not None and self._uses.marks() != self._marks
@@ -301,7 +301,8 @@ class Opening:
         if not self.look():
             return False
         self._asked += 1
-        # a script that takes several batches at once has not used the last batch yet; a script that reads ahead has
+        # a script that takes several batches at once has not used the last batch yet, while a script that reads ahead
+        # has
         if self._asked == 2 and self.held > 1:
             self.always_ahead = self._has_used and not _is_alive(self._given[0])
         if not self._has_used:
@@ -351,7 +352,7 @@ class Opening:
     def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
         """Yield batches that the script may skip.
 
-        Return the kept batches that follow, and the number of the first of them.
+        Return the kept batches that come next, and the number of the first of these batches.
         """
         assert self._place is not None
         kept: list[tuple[Any, Any]] = []
@@ -375,7 +376,7 @@ class Opening:
         return kept, first
 
     def _before_place(self) -> Iterator[tuple[int, Any]]:
-        """Yield the batches of the epoch before the restored place, since an evaluation needs all batches."""
+        """Yield the batches of the epoch before the restored position, since an evaluation needs all batches."""
         source = self._loader.source
         source.start_before()
         for number, batch in enumerate(self._loader.moved(iter(source))):
@@ -417,7 +418,7 @@ class _ForwardWatch:
         self._loader, self._uses = loader, uses
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():  # otherwise the call would be compiled into the graph
+        if not torch.compiler.is_compiling():  # torch.compile must not include this call in the graph
             self._uses.report_forward(self._loader.active)
 
     def __reduce__(self) -> Any:

@@ -76,6 +76,6 @@ def synchronize_rng_states(
         getattr(torch, name).set_rng_state(chosen.pop(name))
     if generator is not None:
         generator.set_state(chosen.pop("generator"))
-    # The generators of cuda and xpu are set already.
+    # The generators of cuda and xpu are set above.
     others = {name: value for name, value in state.items() if name not in ("cuda", "xpu")}
     set_rng_state({**others, **chosen})

@@ -87,10 +87,10 @@ class States(RunSaver):
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
-        # distinguishes the states that this run saves from those of other runs; `load` continues the line of the loaded
-        # state
+        # ids of this run and of the runs that it continues, by which their states are found; `load` sets it
         self.line = Line()
-        # whether this run has saved or loaded a state. Then the newest state is searched only in this run's own line
+        # whether this run has saved or loaded a state; if so, `load` searches the newest state only among those of
+        # `line`
         self.goes_on = False
         self.pending: PendingSave | None = None
 
@@ -391,7 +391,7 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
     for hook in states.load_hooks:
         hook(left, saved.path)
     kept = {name: model for name, model in models.items() if any(model is other for other in left)}
-    if kept or not models:  # if the hooks have removed all models from the list, they have loaded them
+    if kept or not models:  # if the hooks have removed all models from the list, they have loaded these models
         _restore_models(states, kept, saved, parts.strict is not False, report)
     if parts.optimizer or parts.schedulers:
         _restore_optimizers_and_schedulers(states, saved, parts, report)
@@ -412,9 +412,9 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
 
 
 def _places_of_another_world(states: States, saved: SavedRun) -> dict[str, Any]:
-    """Return the restored places of loaders with a state of their own on each rank.
+    """Return the states of loaders that each rank has saved separately, for another number of ranks.
 
-    They exist only if all ranks were between two epochs.
+    Raise CheckpointError if a rank was within an epoch.
     """
     names, world_size = saved.shared["rank_loaders"], saved.shared["world_size"]
     if not names:
@@ -448,7 +448,7 @@ def _restore_models(
         try:
             load_model_state(strategy.load_model_state, strategy.model_shapes(), state, strict, report, prefix)
         except RuntimeError as error:
-            # as one line, since most tools show only the first line of an error
+            # join the text to one line, since most tools show only the first line of an error
             wrong = " ".join(str(error).split()).rstrip(".")
             raise CheckpointError(
                 f"the weights of {saved.path} do not fit {name}: {wrong}. Prepare the model that was saved, or load "

@@ -16,7 +16,7 @@ from instep.types import Word
 from instep.utils.checks import TEXT, wrong
 from instep.utils.warn import warn_user
 
-_MOST_KEPT = 10_000  # records that are kept before init_trackers()
+_MOST_KEPT = 10_000  # largest number of records that are kept before init_trackers() is called
 
 
 class LoggerType(Word):
@@ -308,7 +308,7 @@ class Trackers:
         return logger.tracker if isinstance(logger, GeneralTracker) else logger.experiment
 
     def finish(self) -> None:
-        """Close the loggers."""
+        """Close the loggers and trackers."""
         if self._kept:
             warn_user(
                 f"{len(self._kept)} records of accelerator.log() were never written: init_trackers() was not called"

@@ -53,8 +53,9 @@ class Window:
         """Micro-batches of the open window so far, or of the one that ended last."""
         self.begin = 0
         """The number of its first batch."""
-        self._places: dict[int, tuple[int, int]] = {}  # by id of a running loader: its place when it was last looked at
-        # the loader that the last optimizer step trained on, and the places of running loaders at this step
+        # id of a running loader -> its (epoch, batch) when the window last checked it
+        self._places: dict[int, tuple[int, int]] = {}
+        # the loader that the last optimizer step trained on, and the (epoch, batch) of all running loaders at this step
         self._stepped: tuple[AcceleratedLoader | None, dict[int, tuple[int, int]]] = None, {}
         self._calls = 0  # number of micro-batches so far, for windows that do not end with a loader's epoch
         self._entered = self._inside = False
@@ -214,7 +215,8 @@ class Window:
                 "such a rank repeats a batch with the weight 0."
             )
         loader = self.loader
-        replays = loader is not None and loader.source.share.mine == 0  # a repeated batch does not count
+        # this rank only repeats the batch, so it does not count
+        replays = loader is not None and loader.source.share.mine == 0
         if self._items_of_batch is None:
             count = num_items.detach().to(self._device, self._dtype) if isinstance(num_items, Tensor) else num_items
             count = 0.0 if replays else count
@@ -232,7 +234,7 @@ class Window:
     def weigh_plainly(self) -> float:
         """Return the factor of a loss for which `backward` got no `num_items`."""
         if not self._inside:
-            self._items = None  # items are counted only inside `accumulate`, so these are of an earlier loop
+            self._items = None  # items are counted only inside `accumulate`, so this count is left from an earlier loop
         elif self._items is not None:
             raise _mixed()
         if not self._inside and self._gradient.num_steps > 1 and not self._warned:
@@ -370,7 +372,7 @@ class AcceleratedOptimizer(OptimizerProxy):
     def begins_by_hand(self) -> bool:
         """Whether the optimizer has gradients but never stepped.
 
-        Then the loop is in its first window, and counts micro-batches itself.
+        If so, the loop counts micro-batches itself, and is in its first window.
         """
         return not self.steps_taken and any(p.grad is not None for p in parameters_of(self.optimizer))
 
