@@ -66,7 +66,7 @@ class BatchSource(ABC):
         self._given = 0  # batches of the epoch yielded so far, if they are counted
         self._seen = array("q")  # samples of all ranks in each of the last batches, or UNKNOWN
         self._pending = False  # whether a position was loaded that no pass has used yet
-        self._plan: Plan | None = None  # plan of the current position
+        self._plan: Plan | None = None  # plan of the pass that begins at the current position
 
     @property
     @abstractmethod
@@ -165,7 +165,7 @@ class BatchSource(ABC):
     def _seen_between(self, start: int, stop: int) -> Sequence[int]:
         """Return the numbers of samples of yielded batches, for `Plan.sizes_seen`.
 
-        The first batch's number replaces unknown ones.
+        An unknown number is replaced by the number of the first batch.
         """
         first = self._given - len(self._seen)
         seen = self._seen[start - first : stop - first] if start >= first else ()

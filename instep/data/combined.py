@@ -292,7 +292,7 @@ class CombinedLoader(BatchSource):
         self._resume_at(batches)
 
     def _inner_cycle(self, track: _Track) -> int:
-        # distinct for a combination inside another one, which has cycles too
+        # the numbers also differ for a CombinedLoader inside another one, where both are restarted
         return self.cycle * 1_000_003 + track.cycle
 
     def _resume_at(self, batches: int) -> None:
@@ -316,7 +316,7 @@ class CombinedLoader(BatchSource):
             total = most if total is None else min(total, most)
         even = [0 if self.mode == "sequential" else sys.maxsize]
         even += [self.first_batch + plan.uniform_until - plan.first for plan in plans if not plan.uniform]
-        if self.mode == "max_size":  # after a loader has ended, batches lack its part
+        if self.mode == "max_size":  # after a loader has ended, the batches have no samples of it
             even += [self.first_batch + number for number in known]
         if final and total is not None:
             even.append(total)

@@ -175,7 +175,7 @@ class DispatchLoader(PreparedLoader):
         return Share(None if mine == UNKNOWN else mine, None if unknown else sum(rows), last, units)
 
     def _rows(self, batch_idx: int) -> list[int]:
-        """Return the number of samples of each rank in a step, which has not been read yet."""
+        """Calculate the number of samples of each rank in a step that has not been read yet."""
         assert self._totals is not None
         start = self._first + (batch_idx - self.first_batch) * self._group
         if self._whole:
@@ -204,7 +204,7 @@ class DispatchLoader(PreparedLoader):
     # ---- state
 
     def state_dict(self, batches_done: int) -> StateDict:
-        """Return the reader's state, as of one process that reads all the data.
+        """Return the reader's state, which is that of one process that reads all the data.
 
         On ranks other than 0, return a placeholder.
         """
@@ -233,7 +233,7 @@ class DispatchLoader(PreparedLoader):
             step = next(steps, None) if self._even else following
 
     def _over(self, step: _Step) -> bool:
-        """Return True if this rank ends before the step, since it has no sample in it."""
+        """Return True if this rank ends before the step because it has no sample in this step."""
         return not self._even and step.last and step.rows[self.rank] == 0
 
     def _receive(self) -> Iterator[_Step]:

@@ -42,18 +42,18 @@ class ForeignOrder:
 
     @property
     def stateful(self) -> Stateful | None:
-        """The sampler, or the sampler inside it, if it has a `state_dict`; else None."""
+        """The sampler, or the inner sampler of a batch sampler, if it has a `state_dict`; else None."""
         return next((part for part in _parts(self.sampler) if isinstance(part, Stateful)), None)
 
 
 def generators(sampler: Any) -> list[torch.Generator]:
-    """Return the torch generators of a sampler and of the sampler inside it."""
+    """Return the torch generators of a sampler and, for a batch sampler, of its inner sampler."""
     found = [getattr(part, "generator", None) for part in _parts(sampler)]
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def is_distributed(sampler: Any) -> bool:
-    """Return True if a sampler, or the sampler inside it, already divides the data over the ranks."""
+    """Return True if a sampler, or the inner sampler of a batch sampler, already divides the data over the ranks."""
     return any(hasattr(part, "num_replicas") for part in _parts(sampler))
 
 

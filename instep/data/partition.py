@@ -61,7 +61,8 @@ class Splitter:
             return self._guess(batch, None)
         options, _ = _lengths(batch)
         if not options:
-            return find_batch_size(batch)  # None; or tensors of different lengths, for which `part` raises an error
+            # this is None if there is no tensor; if tensors have different lengths, `part` raises an error
+            return find_batch_size(batch)
         found = size if exact and size in options else None if exact else self._guess(batch, size)
         if found is None or found > size:
             least = find_batch_size(batch)

@@ -133,7 +133,7 @@ class StreamLoader(PreparedLoader):
         self._was_over = getattr(loader, "gi_frame", self) is None
         self._looked_at_sizes = False
         self._counted = False  # whether the batches that uneven="stop" leaves out were counted
-        self._end_is_unread = False  # whether the last pass did not reach the end of the data
+        self._end_is_unread = False  # whether the last pass ended before the end of the data
         self._reset()
 
     def _set_ends(self, estimate: int | None, limit: int | None) -> None:
@@ -226,13 +226,13 @@ class StreamLoader(PreparedLoader):
             "ahead": 0 if not finished else 1 if own is not None else self._pulled - batches_done,
         }
         if self.stateful is not None:
-            # the position before the last batch, which is replayed
+            # an exhausted rank replays its last batch, so use the position before this batch
             position = batches_done if own is None else max(own - 1, 0)
             if finished and self.stateful is not self._iterated:
                 state["state"] = self._state_now()
             elif position in self._snapshots:
                 state["state"] = copy.deepcopy(self._snapshots[position])
-            elif position == self._pulled:  # no batch was read since then, so this is the current state
+            elif position == self._pulled:  # no batch was read after this position, so the current state belongs to it
                 state["state"] = self._state_now()
             else:
                 raise UsageError(
@@ -243,7 +243,7 @@ class StreamLoader(PreparedLoader):
 
     def _state_now(self) -> StateDict | None:
         if self.stateful is None or (self._iterator is None and self.stateful is self._iterated):
-            return None  # a loader that was not started is at its beginning
+            return None  # a loader that was not started has no state to save: it is at its beginning
         # litdata's data set loses a loaded state if its state_dict is called before the next batch is read
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
@@ -284,12 +284,12 @@ class StreamLoader(PreparedLoader):
         if self.stateful is not self._iterated:
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
             return
-        # Bring the loader's iterator to where it was in the saved run: `ahead` reads took it to its end; with 0 the
-        # pass was left before the end.
+        # Move the loader's iterator to its position in the saved run. `ahead` is the number of reads up to the end of
+        # the data; it is 0 if the pass was left before the end.
         self._open()
         ended = any(self._pull() is _END for _ in range(state["ahead"]))
-        # The next epoch begins with the state of the epoch's end, so load this state again if the iterator did not
-        # reach its end.
+        # If the iterator has not reached its end now, load the saved state again, since the next epoch must begin with
+        # it.
         if state["ahead"] and not ended:
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
         self._iterator = None
@@ -324,7 +324,7 @@ class StreamLoader(PreparedLoader):
                 raise cause from error
             raise
         finally:
-            # the state may be requested after the pass
+            # keep the last state, since `state_dict` may be called after the pass
             if self._iterator is not None and self.stateful is self._iterated:
                 self._snapshots[self._pulled] = self._state_now() or {}
             self._iterator = None
