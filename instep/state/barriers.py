@@ -32,8 +32,9 @@ _open: list[str] = []
 def goes_first(process: Process, first: bool, name: str) -> Iterator[None]:
     """Run the `with` block on processes with `first=True`, and then on the others. Collective.
 
-    Inside such a block the order is already set. So an inner block has no effect on one node, or if it has the same
-    name. Any other inner block is an error: its processes would wait for processes that have not begun the outer block.
+    Inside such a block, a second block has no effect on one node, or if it has the same name, since the order is
+    already set. Any other inner block is an error: its processes would wait for processes that have not begun the outer
+    block.
 
     Args:
         process: record of this process.
@@ -128,7 +129,7 @@ def _write(groups: Groups, turn: int, name: str | None) -> None:
     try:
         RankRecords("waiting", groups.control).write(turn, _quoted(name))
     except RuntimeError:
-        pass  # the store has ended with its process, and `_report` says so
+        pass  # the process that hosts the store has ended; `_report` says so
 
 
 def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:

@@ -16,8 +16,8 @@ from instep.types import Word
 class DistributedType(Word):
     """Kind of a run's processes: a single process, or several on one kind of device.
 
-    The members after XLA exist for scripts that compare with these names of Accelerate. No run of instep has one of
-    them: instep does not support the kind, or the run's strategy says it instead.
+    The members after XLA exist for scripts that compare with these names of Accelerate. instep itself never uses them:
+    it does not support this kind, or the name of the strategy shows the kind.
     """
 
     NO = "NO"

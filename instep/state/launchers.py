@@ -316,7 +316,7 @@ def _first_of(environ: Environ, *names: str) -> str:
 
 
 def _name_of(environ: Environ, *names: str) -> str:
-    """Return the first name of a variable that is set; if none is set, the first name."""
+    """Return the first of these names whose variable is set; if none is set, the first name."""
     return next((name for name in names if environ.get(name)), names[0])
 
 

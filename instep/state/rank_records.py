@@ -160,11 +160,11 @@ def digest_of(text: str) -> int:
 SAY_AFTER_S = 30.0
 _LOOK_S = 0.5
 _WRITE_AFTER_S = 1.0
-_IDLE_S = 5.0  # seconds without any wait after which the watcher's thread ends
+_IDLE_S = 5.0  # seconds after which the watcher's thread ends if no thread waits for a collective
 _KNOWN_WITHIN_S = 1.0
 _LIBRARIES = (
     *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (instep, torch)),
-    contextlib.__file__,  # contextlib's frames of `with` blocks and decorators
+    contextlib.__file__,  # contextlib has frames of `with` blocks and decorators
 )
 _LEFT = "left"
 
@@ -283,7 +283,7 @@ class awaited:
             if _open.get(self._thread) is not self:  # the wait has ended while the record was written
                 self._write("")
         before, self._gone = self._gone, bool(self.gone())
-        # only the second time, since messages that the ended rank had sent may still arrive after the first time
+        # stop at the second check, since messages that the ended rank had sent may still arrive after the first check
         if before and self._gone:
             self.in_vain = True
         elif age_s > SAY_AFTER_S and not self._told and not self._alone:
@@ -318,7 +318,7 @@ class awaited:
         return self.operation if frame is None else f"{self.operation} at {':'.join(map(str, call_site(frame)))}"
 
     def _write(self, text: str) -> None:
-        with suppress(RuntimeError):  # the store has ended with its process, and `_text` says so
+        with suppress(RuntimeError):  # the process that hosts the store has ended; `_text` says so
             RankRecords("awaiting", self.group).write(0, text)
 
     def _text(self, what: str, gone: dict[int, str]) -> str:
