@@ -165,7 +165,7 @@ class Heartbeat:
                 process.wait_for_everyone("mapping the heartbeat file")
         finally:
             if offer is not None:
-                os.unlink(offer)  # all ranks have opened the file, so it is removed from the disk when they have ended
+                os.unlink(offer)  # all ranks have opened the file, so the system frees it when they have ended
         if timeout_s is None:
             yield
             return
@@ -265,7 +265,7 @@ class Watchdog:
         self._out = os.dup(beats.fileno if self._own else 2)
         self._closed = threading.Event()
         self._note_compiler()
-        self._set_alarm()  # before the thread starts, since a step may hold the GIL forever
+        self._set_alarm()  # set the alarm before the thread starts, since a step may hold the GIL forever
         self._thread = threading.Thread(target=self._run, name="instep-watchdog", daemon=True)
         self._thread.start()
 

@@ -56,7 +56,7 @@ def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
         metric._update_count = states[name]["updates"]
         known, device = metric.metric_state, getattr(metric, "device", None)
         for attribute, value in states[name]["state"].items():
-            if attribute in known:  # set only known attributes, since a checkpoint is not trusted
+            if attribute in known:  # set only attributes that are states, since a checkpoint is not trusted
                 setattr(metric, attribute, _on(device, value))
 
 
@@ -253,7 +253,7 @@ def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Return, by the metric's name, the shapes of its list states and its number of updates; 1 if it has no counter."""
+    """Return, by metric name, the shapes of the metric's list states and its number of updates (1 if not counted)."""
     found: dict[str, tuple[dict[str, Any], int]] = {}
     for one in accumulators:
         if one.metric is not None:
@@ -291,7 +291,7 @@ def not_the_same(name: str, before: Any, value: Any) -> LogError:
 
 @contextmanager
 def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[None]:
-    """Enable a metric that counted nothing on this rank to compute in a `with` block.
+    """Let a metric that has counted nothing on this rank take part in `compute` inside a `with` block.
 
     Its empty list states get the dtypes and shapes of the other ranks' states. torchmetrics gathers only tensors with
     equal numbers of dimensions, and warns of a rank without an update.

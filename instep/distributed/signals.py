@@ -227,7 +227,7 @@ def _tell(text: str) -> None:
     replacement of stderr, which shows it above the bar.
     """
     if hasattr(sys.stderr, "rich_proxied_file"):
-        # Not by `threading`, which may have been in the middle of starting a thread when the signal came.
+        # Do not use `threading`, which may have been in the middle of starting a thread when the signal came.
         _thread.start_new_thread(_print, (text,))
     else:
         os.write(2, f"\n{text}\n".encode())
