@@ -1,4 +1,4 @@
-"""Sizes and checksums of files, calculated while the data is written."""
+"""Compute sizes and checksums of files, for new files while they are written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 from instep.errors import CheckpointError
 from instep.utils.untrusted_files import open_regular
 
-CHUNK_BYTES = 64 * 2**20  # unit in which parts of a large file can be verified separately
+CHUNK_BYTES = 64 * 2**20  # a large file has a checksum for each chunk of this size
 
 Data: TypeAlias = "bytes | bytearray | memoryview"
 
-_BUFFER_BYTES = 2**20  # small writes are joined up to this size
-_WRITE_BYTES = 16 * 2**20  # most bytes per write call
+_BUFFER_BYTES = 2**20  # smaller writes are collected up to this size
+_WRITE_BYTES = 16 * 2**20  # largest size of a write call
 
 Trace: TypeAlias = "Callable[[str, Path, Any], None]"
 
@@ -30,9 +30,9 @@ class FileRecord:
 
     Args:
         bytes: size of the file.
-        xxh3: xxh3-128 in hex: of the content for files up to 64 MiB, and of the joined digests of the chunks for larger
-            files, so that one pass over the data gives both.
-        chunks: xxh3-128 of each 64 MiB in hex; empty for a file of one chunk.
+        xxh3: xxh3-128 checksum in hex: of the content for a file up to 64 MiB, and of the joined checksums of the
+            chunks for a larger file, so that one pass over the data is enough.
+        chunks: xxh3-128 checksum in hex of each chunk of 64 MiB; empty for a file of one chunk.
     """
 
     bytes: int
@@ -41,10 +41,10 @@ class FileRecord:
 
 
 class Hasher:
-    """Calculator of a file's record, which gets the content in order, piece by piece."""
+    """Compute size and checksums of a file whose content is passed in order, piece by piece."""
 
     def __init__(self) -> None:
-        import xxhash  # imported late: `instep.trainer` imports this package, and most programs never hash
+        import xxhash  # imported late: `instep.trainer` imports this module, and most programs compute no checksum
 
         self._new = xxhash.xxh3_128
         self._chunk = self._new()
@@ -73,14 +73,14 @@ class Hasher:
 
 
 def digest(data: Data) -> str:
-    """Compute the xxh3-128 of some bytes, in hex."""
-    import xxhash  # imported late, since most programs never hash
+    """Return the xxh3-128 checksum of bytes in hex."""
+    import xxhash  # imported late: most programs compute no checksum
 
     return xxhash.xxh3_128(data).hexdigest()
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Hash the current content of a file."""
+    """Read a file, and return its size and checksums."""
     hasher = Hasher()
     buffer = memoryview(bytearray(4 * 2**20))
     with open_regular(path) as file:
@@ -90,12 +90,12 @@ def hash_file(path: Path) -> FileRecord:
 
 
 class OutFile(ABC):
-    """A new file that is hashed while it is written, and durable once `close` has returned.
+    """A new file whose checksums are computed while it is written; after `close` it is on the disk.
 
     Args:
         path: path of the file, which must not exist.
-        total_bytes: number of bytes that will be written, for the text of errors; None if unknown.
-        trace: as in `Files`.
+        total_bytes: number of bytes that will be written, for error messages; None if unknown.
+        trace: function for tests that is called before each operation; see `Files`.
     """
 
     def __init__(self, path: Path, total_bytes: int | None, trace: Trace) -> None:
@@ -122,7 +122,7 @@ class OutFile(ABC):
         self._abandon()
 
     def write(self, data: Data) -> None:
-        """Append bytes (any contiguous buffer)."""
+        """Append bytes, given as any contiguous buffer."""
         view = memoryview(data).cast("B")
         if len(view) >= _BUFFER_BYTES:
             self._flush()
@@ -133,7 +133,7 @@ class OutFile(ABC):
                 self._flush()
 
     def close(self) -> FileRecord:
-        """Write the buffered bytes, and wait until the disk has them.
+        """Write the buffered bytes, and wait until the file is on the disk.
 
         Returns:
             Size and checksums of the file.
@@ -150,15 +150,15 @@ class OutFile(ABC):
 
     @abstractmethod
     def _write(self, piece: memoryview) -> int:
-        """Write the beginning of the piece; return the number of written bytes."""
+        """Write bytes from the beginning of `piece`; return the number of bytes that were written."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Wait until everything is durable, and close."""
+        """Wait until the whole file is on the disk, and close it."""
 
     @abstractmethod
     def _abandon(self) -> None:
-        """Abandon an unfinished file; the store removes the folder."""
+        """Close an unfinished file after an error; the store removes the whole folder later."""
 
     def _flush(self) -> None:
         if self._pending:
@@ -170,7 +170,7 @@ class OutFile(ABC):
             self._hasher.update(view)
             self._write_all(view)
             return
-        # Hash on another thread while the system writes, since hashing before writing would take a fifth longer.
+        # Compute checksums on another thread during the write: one after the other would take a fifth longer.
         hashing = threading.Thread(target=self._hasher.update, args=(view,), name="instep-hash")
         hashing.start()
         try:
@@ -199,7 +199,7 @@ class OutFile(ABC):
 
 
 def _free_bytes(folder: Path) -> str:
-    if not isinstance(folder, Path):  # an object store has no limit
+    if not isinstance(folder, Path):  # the free space of an object store is unlimited
         return ""
     try:
         return f" ({shutil.disk_usage(folder).free:,} bytes are free there)"

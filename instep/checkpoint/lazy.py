@@ -1,9 +1,10 @@
-"""Tensors of a checkpoint that are read when they are used, from one file or from parts that several ranks wrote.
+"""Tensors of a checkpoint that are read only when needed, from one file or from the parts that several ranks wrote.
 
-Only the bytes that a box needs are read, so a rank that keeps a part of a tensor never holds the whole tensor. A whole
-tensor of a local file can also be mapped, which means that it is used in place without a copy. A mapped file may be
-deleted, or replaced by a rename as in every save of instep. But truncating it or overwriting it in place changes the
-weights of the process that maps it, or kills that process with SIGBUS.
+A "box" is a rectangular part of a tensor, given by a slice for each dimension. Only the bytes of the requested box are
+read, so a rank that keeps a part of a tensor never holds the whole tensor. A whole tensor in a local file can also be
+memory-mapped (mmap), so that it is used without a copy. A mapped file may be deleted, or replaced by a rename as in
+every save of instep. But truncating it or overwriting it in place changes the weights of the process that maps it, or
+kills that process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from instep.checkpoint.tensors import ALIASES, DTYPES, FORMAT_NAMES, OFFSETS, SH
 from instep.errors import CorruptCheckpointError
 from instep.utils.untrusted_files import open_regular, parse_object
 
-_LONGEST = 100 * 10**6  # most bytes of a header, as in the safetensors library
+_LONGEST = 100 * 10**6  # largest size of a header in bytes, as in the safetensors library
 _TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
-# Python has this name from 3.13 on
+# The mmap module has this constant since Python 3.13.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
-_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # mapping of each open file, as long as it is used
-# dtypes whose headers can be read even if this torch lacks them
+_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # mapping of each file in use
+# dtypes of the format whose headers can be read, even if this version of torch does not have them
 _FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}
 
 
 def _span(value: Any) -> bool:
-    """Return True if a value is a list of two byte positions."""
+    """Return True if a value is a list of two byte positions: begin and end."""
     return list_of(count)(value) and len(value) == 2
 
 
@@ -48,21 +49,23 @@ _ENTRY: dict[str, Kind] = {"dtype": text, "shape": list_of(count), "data_offsets
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Slice of a tensor in one file.
+    """A tensor, or a part of a tensor, in one safetensors file.
 
     Args:
-        path: the file.
-        begin: position of its first byte in the file.
-        end: position after its last byte.
-        dtype: torch's name of the dtype; that of the format if torch has none.
+        path: path of the file.
+        begin: position in the file of the part's first byte.
+        end: position in the file after the part's last byte.
+        dtype: name of the dtype in torch, or in the file format if torch does not have it.
         sizes: shape of the part.
         shape: shape of the whole tensor.
-        offsets: where the part begins in the whole tensor; as in `Shard`.
-        flat: whether the part is a run of elements of the flattened tensor.
-        name: name under which it is stored; several names may share one part.
-        stamp: device, inode, size and time of the file whose header was read; None if the file cannot be mapped.
-        opened: id of the reading of the header. Parts of one reading share a mapping, and other readings have their
-            own, so that changing a model in place changes no other model from the same file.
+        offsets: position of the part in the whole tensor: the index of its first element in each dimension; with
+            `flat`, one index into the flattened tensor.
+        flat: whether the part is a range of elements of the flattened tensor.
+        name: name under which the part is stored in the file; tied tensors share one part.
+        stamp: device, inode, size and modification time of the file whose header was read; None if the file cannot be
+            mapped.
+        opened: id that is new each time when the header is read. Parts with the same id share a mapping, and others do
+            not, so that changing a model in place changes no other model that was loaded from the same file.
     """
 
     path: Path
@@ -79,15 +82,15 @@ class FileSlice:
 
     @property
     def mappable(self) -> bool:
-        """Whether the part is a whole tensor that can be used in place."""
+        """Whether the part is a whole tensor that can be memory-mapped."""
         whole = not self.flat and self.sizes == self.shape
         return whole and self.stamp is not None and self.begin % dtype_from_name(self.dtype).itemsize == 0
 
     def map(self) -> Tensor:
-        """Return the part as a map of the file. In-place changes of the tensor never reach the file.
+        """Return the part as a memory-mapped tensor. In-place changes of the tensor do not change the file.
 
         Raises:
-            CorruptCheckpointError: the file is no longer the one whose header was read.
+            CorruptCheckpointError: the file has been changed since its header was read.
         """
         dtype = dtype_from_name(self.dtype)
         if self.begin == self.end:
@@ -96,12 +99,17 @@ class FileSlice:
         return raw.view(dtype).view(self.sizes)
 
     def take(self, begin: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read a box of the part into new memory, which is not always contiguous."""
+        """Read a rectangular box of the part into new memory; the result may be non-contiguous.
+
+        Args:
+            begin: index of the box's first element in each dimension of the part.
+            sizes: shape of the box.
+        """
         dtype = dtype_from_name(self.dtype)
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=dtype)
         if self.mappable and any(size < own for size, own in zip(sizes[1:], self.sizes[1:], strict=True)):
-            # For a box of columns, the byte range below would be nearly the whole tensor. Mapping avoids such a copy.
+            # A box of columns spans nearly all bytes of the tensor: a copy from the mapped file reads fewer.
             box = tuple(slice(at, at + size) for at, size in zip(begin, sizes, strict=True))
             return self.map()[box].clone()
         strides = _strides(self.sizes)
@@ -117,7 +125,7 @@ class FileSlice:
 
 
 def _mapping(part: FileSlice) -> mmap.mmap:
-    """Map the whole file of a part, or return its existing mapping."""
+    """Memory-map the file of a part, or return the existing mapping of the file."""
     key = str(part.path), part.stamp, part.opened
     kept = _MAPPED.get(key)
     if kept is None:
@@ -128,8 +136,8 @@ def _mapping(part: FileSlice) -> mmap.mmap:
                     f"{part.path} was replaced or changed after its header was read. Load the checkpoint again.",
                     path=part.path,
                 )
-            # The mapping is private and without a reservation: written pages become memory of this process, others cost
-            # nothing, even if the file is larger than the memory.
+            # Private and without reservation: a page that is written becomes memory of this process, and other pages
+            # need no memory, so that the file may be larger than the memory.
             private = mmap.MAP_PRIVATE | _NO_RESERVE
             kept = mmap.mmap(file.fileno(), status.st_size, flags=private, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         _MAPPED[key] = kept
@@ -141,17 +149,18 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """Read the metadata of a safetensors file.
+    """Read the metadata (strings by name) of a safetensors file.
 
     Raises:
-        CheckpointError: as in `read_parts`.
+        CheckpointError: the file cannot be read.
+        CorruptCheckpointError: the file is not a complete safetensors file.
     """
     with reading(path, "is not a safetensors file"):
         return _header(path)[1]
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int, int]:
-    """Read a file's tensor entries, its metadata, the size of its header and its own size."""
+    """Read the header of a safetensors file: return tensor entries, metadata, header size and file size in bytes."""
     files = files_of(path)
     size = patiently(lambda: files.size(path))
     length = int.from_bytes(patiently(lambda: files.read_range(path, 0, 8)), "little")
@@ -164,11 +173,11 @@ def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int, int]:
 
 
 def read_parts(path: Path) -> dict[str, FileSlice]:
-    """Read the slices of a safetensors file from its header only; shared tensors are under each of their names.
+    """Read the header of a safetensors file: return a FileSlice for each name; tied tensors are under each name.
 
     Raises:
         CheckpointError: the file cannot be read.
-        CorruptCheckpointError: the file is no complete safetensors file.
+        CorruptCheckpointError: the file is not a complete safetensors file.
     """
     with reading(path, "is not a safetensors file"):
         stamp = _stamp(os.stat(path)) if isinstance(files_of(path), LocalFiles) else None
@@ -181,7 +190,7 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
             check(entry, _ENTRY, name)
             sizes = tuple(entry["shape"])
             dtype = str(raw.get(name, _TORCH_NAMES.get(entry["dtype"], entry["dtype"])))
-            if name in raw:  # stored as bytes, which are one more dimension
+            if name in raw:  # stored as uint8, with one more dimension for the bytes
                 sizes = sizes[:-1]
             begin, end = (8 + length + at for at in entry["data_offsets"])
             shape, flat, at = sizes, False, (0,) * len(sizes)
@@ -199,7 +208,7 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
 
 
 def _check_place(part: FileSlice) -> None:
-    """Raise an error for a part whose bytes do not fit its elements, or that lies outside its tensor."""
+    """Raise an error if a part has a wrong number of bytes, or is outside of its whole tensor."""
     dtype = vars(torch).get(part.dtype)
     elements, nbytes = math.prod(part.sizes), part.end - part.begin
     if isinstance(dtype, torch.dtype) and elements * dtype.itemsize != nbytes:
@@ -212,7 +221,7 @@ def _check_place(part: FileSlice) -> None:
 
 
 def _check_ranges(parts: Iterable[FileSlice], begin: int, size: int) -> None:
-    """Raise an error for gaps between tensors, or overlaps: in this format, tensors fill the file exactly."""
+    """Raise an error if tensors overlap or have gaps between them: in this format, they fill the file exactly."""
     for part in sorted(parts, key=lambda part: (part.begin, part.end)):
         if part.begin != begin or part.end < begin:
             raise ValueError(f"{part.name} does not begin where the tensor before it ends")
@@ -222,10 +231,10 @@ def _check_ranges(parts: Iterable[FileSlice], begin: int, size: int) -> None:
 
 
 class LazyTensor:
-    """Tensor that is read when it is used, from any number of files.
+    """A tensor that is read only when needed, from one or more files.
 
     Args:
-        parts: parts of one tensor, in any order. A box that two ranks wrote is used once.
+        parts: the tensor's parts, in any order. Of equal parts that several ranks wrote, one is used.
     """
 
     def __init__(self, parts: Iterable[FileSlice]) -> None:
@@ -248,20 +257,20 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its elements in the file."""
+        """dtype of the tensor in the file."""
         return dtype_from_name(self.parts[0].dtype)
 
     @property
     def mappable(self) -> bool:
-        """Whether `map` needs no copy: the tensor is one part, in a local file, at a position that fits the dtype."""
+        """Whether `map` needs no copy: the tensor is one part in a local file, aligned to its dtype."""
         return len(self.parts) == 1 and self.parts[0].mappable
 
     def map(self) -> Tensor:
-        """Return the whole tensor as a map of its file, on the CPU. Read it if mapping is impossible."""
+        """Return the whole tensor on the CPU, memory-mapped if possible, and otherwise read into memory."""
         return self.parts[0].map() if self.mappable else self.read()
 
     def check_whole(self) -> None:
-        """Raise CorruptCheckpointError if the parts do not make up the whole tensor."""
+        """Raise CorruptCheckpointError if the parts do not cover the whole tensor."""
         shape, there = self.parts[0].shape, sum(math.prod(part.sizes) for part in self.parts)
         if there != math.prod(shape):
             one = self.parts[0]
@@ -271,10 +280,13 @@ class LazyTensor:
             )
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the tensor or a box of it, on the CPU, into new memory. Only the bytes of the box are read.
+        """Read the tensor, or a box of it, into new CPU memory. Only the bytes of the box are read.
+
+        Args:
+            box: a slice with start and stop for each dimension. None: the whole tensor.
 
         Raises:
-            CorruptCheckpointError: the parts do not make up the tensor.
+            CorruptCheckpointError: the parts do not cover the tensor or the box.
         """
         shape = self.parts[0].shape
         box = tuple(slice(0, size) for size in shape) if box is None else box
@@ -311,7 +323,7 @@ class LazyTensor:
 
 
 def join_tensors(files: Iterable[Mapping[str, FileSlice]]) -> dict[str, LazyTensor]:
-    """Join the tensors of several files: each is made of all parts with its name."""
+    """Join the parts of tensors in several files: return for each name a tensor made of all parts with that name."""
     parts: dict[str, list[FileSlice]] = {}
     for file in files:
         for name, part in file.items():
@@ -320,7 +332,7 @@ def join_tensors(files: Iterable[Mapping[str, FileSlice]]) -> dict[str, LazyTens
 
 
 def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    """Read every tensor. Tensors that share their parts become the same object."""
+    """Read all tensors. Tied tensors, which have the same parts, become the same object."""
     read: dict[tuple[FileSlice, ...], Tensor] = {}
     for tensor in stored.values():
         if tensor.parts not in read:
@@ -329,10 +341,10 @@ def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
 
 
 def join_trees(trees: Iterable[Any]) -> Any:
-    """Join the states that several ranks wrote, each with that rank's parts.
+    """Join the states that several ranks wrote into one state; each rank's state has its own parts of tensors.
 
-    Dicts are merged, lists are joined by position (lists of names are merged in order), and tensors are assembled. For
-    other values the first one is taken, unless it is None.
+    Dicts are merged by key, lists by position (lists of names are merged in order), and tensors are joined. Of other
+    values, the first one that is not None is used.
     """
     joined: Any = None
     for tree in trees:

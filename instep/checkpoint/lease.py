@@ -1,17 +1,18 @@
-"""Leases: a folder of checkpoints belongs to one run at a time, by a lease with a fencing number.
+"""`Lease`: lets only one run at a time save into a folder of checkpoints, by a lease file with a fencing number.
 
-A lease is a file `.lease-<8 digits>`; the highest number is valid. A run takes a folder by creating the next number,
-which succeeds for only one of several takers. The holder advances a counter in its file. A taker must know whether the
-holder is alive. On the same host it asks the system. For another host it watches the counter for three intervals on its
-own monotonic clock. Clocks of two hosts are never compared. A restarted job takes over from its earlier start without
-waiting.
+A lease is a file `.lease-<8 digits>`; the file with the highest number is valid. A run takes a folder by creating the
+file with the next number, which succeeds for only one of several processes. A thread of the holder increases a counter
+in the file at regular intervals. Another process that wants the folder must find out whether the holder is alive. On
+the same host it asks the operating system. If the holder is on another host, it watches the counter for three intervals
+on its own monotonic clock. The clocks of two hosts are never compared. A restarted job takes the folder over from its
+earlier start without waiting.
 
-- The highest number is never removed, only marked as released. So no number is used twice, and a process that was
-  suspended for hours finds a higher number and must not write.
-- `check` is called right before every commit and deletion. Between it and the rename a process can still be suspended;
-  the new holder's sweep has then removed the folder that it would rename.
-- A renewal that fails is repeated by the next one. After as many failures as a taker watches, a line on stderr says so.
-  The thread ends with the process, and never keeps it alive.
+- The file with the highest number is never removed, only marked as released. So no number is used twice, and a process
+  that was suspended for hours finds a higher number and does not write.
+- `check` is called right before every commit and deletion. A process can still be suspended between `check` and the
+  rename that commits; the new holder has then removed the folder that would be renamed.
+- If a renewal of the counter fails, the next renewal repeats it. After three failures in a row, a line on stderr says
+  so. The thread is a daemon thread, which does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ SEEN_S = 10.0
 _WATCHED = 3  # intervals without a renewal after which a holder on another host counts as dead
 _NAME = re.compile(r"\.lease-([0-9]{8,18})")
 _LONG = 300
-# limits of values in a file; a taker waits for three intervals, so these must be short
+# Largest valid values in a lease file. A process waits for three intervals, so an interval must be short.
 _MOST = {"pid": 2**31, "counter": 2**63, "interval_s": 60.0}
-_held: dict[str, Lease] = {}  # leases of this process, by the id in their files
+_held: dict[str, Lease] = {}  # leases that this process holds, by their id
 
 
 class Lease:
-    """The right to write into a folder of checkpoints. `take` makes it.
+    """The right of one run to save into a folder of checkpoints. Use `Lease.take` to get one.
 
     Args:
-        root: the folder.
-        number: the fencing number.
-        files: the file operations.
-        run_id: the run that holds it.
-        interval_s: seconds between two renewals.
+        root: folder of the checkpoints.
+        number: fencing number: the number in the name of the lease file.
+        files: file operations of the folder's file system.
+        run_id: id of the run that holds the lease.
+        interval_s: seconds between two renewals of the lease.
     """
 
     def __init__(self, root: Path, number: int, files: Files, run_id: str, interval_s: float) -> None:
@@ -65,22 +66,23 @@ class Lease:
         self._id, self._owner = uuid.uuid4().hex, this_process()
         self._since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._users, self._counter = 1, 0
-        self.serial: int | None = None  # serial number of the last save in the folder; None until it is known
+        self.serial: int | None = None  # serial number of the folder's last save; None: not known yet
         self.before: str | None = None  # run that held the folder before this one
         self._writing = threading.Lock()
         self._stop = threading.Event()
 
     @classmethod
     def take(cls, root: Path, run_id: str, files: Files | None = None, *, interval_s: float = INTERVAL_S) -> Lease:
-        """Take a folder, and create it if necessary. The same run may take it again in the same process.
+        """Take the lease of a folder, and create the folder if it does not exist.
 
-        If the holder is on another host, this waits up to three of its intervals, and says so on stderr.
+        The same run may take the lease again in the same process. If the lease belongs to a process on another host,
+        this method waits for up to three of that process's intervals, and says so on stderr.
 
         Args:
-            root: the folder.
-            run_id: the run.
-            files: the file operations; default: the local disk.
-            interval_s: seconds between two renewals.
+            root: folder of the checkpoints.
+            run_id: id of the run.
+            files: file operations of the folder's file system. None: those of the local disk.
+            interval_s: seconds between two renewals of the lease.
 
         Raises:
             FolderInUseError: another run holds the folder.
@@ -108,20 +110,19 @@ class Lease:
             ) from error
 
     def pass_to(self, run_id: str) -> None:
-        """Pass the folder on to another run of this process. If writing the file fails, the next renewal repeats it.
+        """Give the lease to another run in this process. If writing the file fails, the next renewal repeats it.
 
-        The file is written at once, since a process that starts after a crash continues the run that last held the
-        folder.
+        The file is written immediately: after a crash, a new process continues the run that the file names.
         """
         if run_id != self.run_id:
             self.run_id = run_id
             self._renew()
 
     def check(self) -> None:
-        """Check that the lease is still valid, right before a commit or a deletion. Callable from any thread.
+        """Check that the lease is still valid; call it right before a commit or a deletion, on any thread.
 
         Raises:
-            LeaseLostError: the folder was taken over; nothing may be written into it.
+            LeaseLostError: another run has taken the folder, so that this run may not write into it.
             CheckpointError: the lease could not be read.
         """
         try:
@@ -138,29 +139,29 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Give the folder back. If it was taken twice, only the last call does. May be called again."""
+        """Release the lease. A lease that was taken twice must be released twice. A further call does nothing."""
         if os.getpid() != int(self._owner.split("-")[-2]):
-            return  # a copy of the lease in a forked child
+            return  # a forked child does not own its copy of the lease
         self._users -= 1
         if self._users > 0 or self._stop.is_set():
             return
         self._stop.set()
         _held.pop(self._id, None)
-        with self._writing:  # a running renewal must not undo the release
+        with self._writing:  # wait for a running renewal, which would undo the release
             try:
                 if not self._problem():
                     self._files.replace(self.path, self._content(released=True))
             except OSError:
-                pass  # the folder has vanished or is not writable; the next taker finds that this process has ended
+                pass  # not necessary: another run finds out that this process has ended
 
-    # ---- the file
+    # ---- the lease file
 
     def _make(self) -> bool:
         _held[self._id] = self
         try:
             made = self._files.create_exclusive(self.path, self._content())
             if made and _highest(self.root, self._files) != self.number:
-                self._files.remove(self.path)  # this taker was late: the number was already used and removed
+                self._files.remove(self.path)  # another process has used and removed this number
                 made = False
         except BaseException:
             del _held[self._id]
@@ -171,7 +172,7 @@ class Lease:
         for name in self._files.entries(self.root):
             match = _NAME.fullmatch(name)
             older = match is not None and int(match[1]) < self.number
-            # the second case: a file that a dead process had half written
+            # Remove older leases, and files that a dead process has left half written.
             if older or (name.startswith(".lease-") and is_gone(name.rpartition("@")[2])):
                 self._files.remove(self.root / name)
         threading.Thread(target=self._beat, name="instep-lease", daemon=True).start()
@@ -194,10 +195,10 @@ class Lease:
         return json.dumps(content, indent=1).encode()
 
     def _problem(self) -> str:
-        """Return why this lease is no longer valid; empty if it is valid."""
+        """Return the reason why this lease is no longer valid; "" if it is valid."""
         highest = _highest(self.root, self._files)
         there = None if highest is None else _read(self.root, highest, self._files)
-        if isinstance(self.root, Path) and not self.root.is_dir():  # an object store has no folders
+        if isinstance(self.root, Path) and not self.root.is_dir():  # a local folder; object stores have none
             return (
                 f"the folder {self.root} does not exist any more. It was removed or renamed, or its file system is no "
                 "longer mounted. Put it back where its checkpoints are wanted, and start this run again"
@@ -221,19 +222,19 @@ class Lease:
             problem = self._renew()
             missed = missed + 1 if problem else 0
             if missed == _WATCHED:
-                with suppress(OSError, ValueError):  # stderr is closed, and renewals must go on
+                with suppress(OSError, ValueError):  # stderr may be closed, but renewals must continue
                     sys.stderr.write(
                         f"instep: the lease {self.path} could not be renewed for {missed * self._interval_s:g} s "
                         f"({problem}); another host may take the folder over\n"
                     )
 
     def _renew(self) -> str:
-        """Renew the lease; return the error that prevented it, or ""."""
+        """Renew the lease by increasing its counter; return the error that prevented it, or ""."""
         with self._writing:
             try:
                 if self._stop.is_set():
                     return ""
-                problem = self._problem()  # looked at each time, since a folder that vanished may come back
+                problem = self._problem()  # checked each time: an unmounted folder may come back
                 if not problem:
                     self._counter += 1
                     self._files.replace(self.path, self._content())
@@ -243,7 +244,9 @@ class Lease:
 
 
 def check_seen(path: Path, files: Files, rank: int) -> None:
-    """Raise an error if this rank does not see a lease that rank 0 has made, after waiting for slow file systems.
+    """Raise an error if this rank does not see the lease file of rank 0, so that they do not share a file system.
+
+    Slow network file systems are given time: the rank looks for the file again for some seconds.
 
     Raises:
         CheckpointError: this rank does not see the lease.
@@ -264,7 +267,7 @@ def _highest(root: Path, files: Files) -> int | None:
 
 
 def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
-    """Read the content of a lease: empty if it cannot be understood, None if the file is gone."""
+    """Read a lease file; return {} if its content is invalid, and None if the file does not exist."""
     try:
         content = parse_json(files.read(root / f".lease-{number:08d}", LEASE_BYTES))
     except FileNotFoundError:
@@ -275,7 +278,7 @@ def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """Keep only the values with the types of a lease, since anybody may have written the file."""
+    """Return only the valid values of a lease file, since any program may have written the file."""
     texts = ("id", "owner", "host", "run_id", "command", "since")
     kept: dict[str, Any] = {
         key: value[:_LONG] for key in texts if isinstance(value := content.get(key), str) and value.isprintable()
@@ -291,7 +294,7 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_run(root: Path, files: Files) -> str | None:
-    """Return the run that held a folder last, before this process took it; None if unknown."""
+    """Return the id of the run that held the lease of a folder before this process did; None if unknown."""
     try:
         number = _highest(root, files)
         content = None if number is None else _read(root, number, files)
@@ -304,10 +307,10 @@ def last_run(root: Path, files: Files) -> str | None:
 
 
 def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Lease | None:
-    """Wait until the next number may be taken. Return the lease if this process and run hold it, else None.
+    """Wait until the lease with this number has ended; return the lease if this run in this process holds it.
 
     Raises:
-        FolderInUseError: the holder is alive.
+        FolderInUseError: another run holds the lease, and its process is alive.
     """
     first = _read(root, number, files)
     if first is None or first.get("released"):
@@ -317,7 +320,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
     if ours is not None and ours.run_id == run_id:
         return ours
     gone = _was_ours(first) or is_gone(owner)
-    # the second case: a lease that this process could not release
+    # Second case: a lease of this process that could not be marked as released.
     if gone or (ours is None and owner == this_process()):
         return None
     if gone is None:
@@ -346,10 +349,10 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
 
 
 def _was_ours(content: dict[str, Any]) -> bool | None:
-    """Return True if an earlier start of this job, which is over, took the lease; None if that is unknown.
+    """Return True if an earlier start of this job took the lease; None if that is unknown.
 
-    A rank of the earlier start may still run on a host that was cut off. It finds the higher number before its next
-    commit.
+    The earlier start has ended, except for a rank on a host that was cut off from the network: before its next commit,
+    that rank finds the higher lease number and does not write.
     """
     now, before = read_job(), content.get("job")
     return True if now is not None and before is not None and before[0] == now.id and before[1] < now.restart else None

@@ -1,7 +1,7 @@
-"""Lines of checkpoints: which checkpoints in a folder belong to a run, and which to the runs that it continues.
+"""`Line`: the checkpoints that lead to a run's current state, saved by the run itself or by runs that it continues.
 
 Within a run the step only grows: if a run goes back to an earlier checkpoint while later ones exist, it continues as a
-new run. So a run id and a step say where a line branches off another one, and no clock is needed.
+new run with a new id. So a run id and a step identify the point where a line branches off, and no clock is needed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from instep.checkpoint.edge import list_of, text
 if TYPE_CHECKING:
     from instep.checkpoint.manifest import Manifest
 
-_LEADS_NOWHERE = ("weights", "exception")  # kinds that no run could have resumed from instead
-_MOST = 256  # most origins in a manifest; there is one for each time that a run went back
+_LEADS_NOWHERE = ("weights", "exception")  # kinds of checkpoints from which "auto" and "last" do not resume
+_MOST = 256  # most entries of `resumed_from`
 
 
 def _place(value: object) -> bool:
-    """Return True if a value is a pair of run and step, as a manifest stores it."""
+    """Return True if a value is a pair of a run id and a step."""
     return isinstance(value, list | tuple) and len(value) == 2 and text(value[0]) and type(value[1]) is int
 
 
@@ -30,13 +30,15 @@ PLACES = list_of(_place)
 
 @dataclass
 class Line:
-    """Line of a run's saves: its own, and those of earlier runs up to the step at which it continued them.
+    """The checkpoints that lead to a run's current state.
+
+    They are the run's own checkpoints, and those of earlier runs up to the steps at which the run continued them.
 
     Args:
-        run_id: the run.
-        resumed_from: run and step of the checkpoint from which it was last resumed, followed by those of earlier runs,
-            newest first.
-        serial: the highest serial number of a save that the main process knows of; the next save has a higher one.
+        run_id: id of the run.
+        resumed_from: pairs of run id and step: the checkpoint from which the run was resumed, then the one from which
+            that run was resumed, and so on.
+        serial: highest serial number of a save that the main process knows; the next save gets a higher one.
 
     Example:
         >>> line = Line("b", (("a", 100),))
@@ -50,27 +52,28 @@ class Line:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Line:
-        """Return the line that ends with a checkpoint."""
+        """Return the line of the checkpoints that lead to a checkpoint, given by its manifest."""
         return cls(manifest.run_id, manifest.resumed_from, manifest.serial)
 
     def has(self, run_id: str, step: int) -> bool:
-        """Return True if a checkpoint of that run and step belongs to the line."""
+        """Return True if a checkpoint, given by its run id and step, belongs to the line."""
         if run_id == self.run_id:
             return True
         return any(run_id == before and step <= up_to for before, up_to in self.resumed_from)
 
     def knows(self, run_id: str) -> bool:
-        """Return True if a run is the line's own, or one that the line continued at some step."""
+        """Return True if a run is the run of this line, or an earlier run that it continued."""
         return run_id == self.run_id or any(run_id == before for before, _ in self.resumed_from)
 
     @classmethod
     def resumed(cls, manifest: Manifest, beside: Iterable[Manifest]) -> Line:
-        """Return the line of a run that is resumed from a checkpoint.
+        """Return the line for a run that is resumed from a checkpoint.
 
         Args:
             manifest: manifest of the checkpoint.
-            beside: manifests of the checkpoints in the folders that the run reads and writes. If one of them has the
-                same run and a later step, a new run begins, and later checkpoints are not part of its line.
+            beside: manifests of all checkpoints in the folders that the run reads and writes. If one of them has the
+                same run id and a later step, the resumed run gets a new id, so that the later checkpoint is not part of
+                its line.
         """
         run, step = manifest.run_id, manifest.step
         earlier = [origin for origin in manifest.resumed_from if origin[0] != run]

@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint is and what each of its files must be. It is written last.
+"""`Manifest`: the file `manifest.json` of a checkpoint, with the size and checksums of every other file.
 
-The file is one JSON object. Its last entry is the checksum of all bytes before it, so that a flipped bit in the
-manifest itself is found too.
+The manifest is written last: a folder without it is not a checkpoint. The file is one JSON object, whose last entry is
+the checksum of all bytes before it, so that a flipped bit in the manifest itself is found too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BODY = {
     **dict.fromkeys(("info", "files"), named),
     "versions": dict_of(text),
 }
-_LINE = {"serial": count, "resumed_from": PLACES}  # manifests of the first format have no such entries
+_LINE = {"serial": count, "resumed_from": PLACES}  # optional, since the oldest manifests do not have them
 _INFO = {
     "kind": text,
     "epoch": none_or(count),
@@ -47,18 +47,18 @@ class Manifest:
 
     Args:
         step: global step of the save.
-        attempt: number of the save among those of the same step, from 1.
-        run_id: the run that wrote it.
-        world_size: the number of ranks that wrote it.
-        created: UTC time in ISO 8601, for people only; no decision depends on it.
-        versions: of instep, torch and Python.
+        attempt: number of this save among the saves of the same step, from 1.
+        run_id: id of the run that saved the checkpoint.
+        world_size: number of ranks that saved the checkpoint.
+        created: UTC time of the save in ISO 8601, for people; no decision depends on it.
+        versions: versions of instep, torch and Python.
         files: size and checksums of each file, by name.
-        info: further values, such as kind ("full" or "weights"), epoch, monitor, mode and score.
-        serial: number of the save, higher than that of every earlier save in its folder and in its run; 0 if an early
-            version of instep wrote it.
-        resumed_from: run and step of the checkpoint from which the run was resumed, followed by earlier ones; see
+        info: further JSON values, such as kind ("full" or "weights"), epoch, monitor, mode and score.
+        serial: serial number of the save, higher than that of every earlier save in its folder and in its run; 0 if an
+            early version of instep wrote the checkpoint.
+        resumed_from: pairs of run id and step: the checkpoint from which the run was resumed, then earlier ones; see
             `lineage.Line`.
-        format_version: version of the layout.
+        format_version: version of the checkpoint format.
     """
 
     step: int
@@ -75,14 +75,14 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sort key of a checkpoint. The checkpoint saved last has the highest."""
+        """Sort key: the checkpoint that was saved last has the highest one."""
         return self.serial, self.step, self.attempt
 
     def to_bytes(self) -> bytes:
-        """Make the content of manifest.json.
+        """Return the content of manifest.json.
 
         Raises:
-            UnsavableStateError: `info` holds values that are not JSON.
+            UnsavableStateError: `info` contains values that are not JSON.
         """
         info, tensors = encode(dict(self.info), "the checkpoint's info")
         if tensors:
@@ -107,15 +107,15 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, path: Path) -> Manifest:
-        """Read the content of manifest.json.
+        """Parse the content of manifest.json, and check it.
 
         Args:
-            data: the bytes.
-            path: path of the file, for the text of errors.
+            data: content of the file.
+            path: path of the file, for error messages.
 
         Raises:
-            CorruptCheckpointError: the bytes are not those that were written.
-            CheckpointError: a newer instep wrote them.
+            CorruptCheckpointError: the content is damaged.
+            CheckpointError: a newer version of instep wrote the file.
         """
         content, seal, rest = data.rpartition(_SEAL.encode())
         if not seal or rest != f'{digest(content)}"{_END}'.encode():
@@ -137,7 +137,7 @@ class Manifest:
             if outside:
                 raise ValueError(f"the file name {outside[0][:200]!r} leads out of the folder")
             body["files"] = {name: _record_in(record, name) for name, record in body["files"].items()}
-            # a later version of instep may add fields that this one does not need
+            # Ignore unknown fields, which a later version of instep may have added.
             known = {one.name for one in fields(cls)}
             return cls(**{key: value for key, value in body.items() if key in known})
 
@@ -146,7 +146,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder.
 
     Raises:
-        CheckpointNotFoundError: the folder has no manifest, so it is no checkpoint, or only a part of one.
+        CheckpointNotFoundError: the folder has no manifest, so it is not a complete checkpoint.
         CorruptCheckpointError: the manifest is damaged.
     """
     path = folder / MANIFEST
@@ -175,7 +175,7 @@ def _record_in(record: Any, name: str) -> FileRecord:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise an error for a symbolic link among the files of a checkpoint, since a save never writes one.
+    """Raise an error if a file of a checkpoint is a symbolic link, since a save never writes one.
 
     Raises:
         CorruptCheckpointError: the path is a symbolic link.

@@ -1,4 +1,4 @@
-"""Names of folders in a store."""
+"""Make, parse and check the names of checkpoint folders and of the files in them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from instep.errors import CheckpointError, SettingError
 
 MANIFEST = "manifest.json"
-SAVING = ".saving-"  # prefix of a folder that is being written by the process at the end of its name
-DELETING = ".deleting-"  # prefix of an abandoned folder that is not removed yet
+SAVING = ".saving-"  # prefix of a folder that is being written; its name ends with the process
+DELETING = ".deleting-"  # prefix of a deleted checkpoint whose files are being removed
 _NUMBERED = re.compile(r"(?P<base>.+)-(?P<attempt>\d+)", re.DOTALL)
 _STEP = re.compile(r"step-(?P<step>\d+)")
-_MAX_BYTES = 150  # file systems allow 255 bytes; the prefix and the owner need the rest
+_MAX_BYTES = 150  # of the 255 bytes that file systems allow: a prefix and the process are added
 
 
 def base_name(step: int, name: str | None) -> str:
-    """Make the name of a checkpoint without its attempt.
+    """Return the name of a checkpoint folder without "-<attempt>": `name`, or "step-<8 digits>" for None.
 
     Raises:
-        SettingError: the name cannot be that of one visible folder, or the step is not a count.
+        SettingError: `name` is not a valid name of a visible folder, or the step is not an integer of at least 0.
     """
     if type(step) is not int or step < 0:
         raise SettingError(f"step={step!r} is no count of steps. Give an int from 0 on.", field="step", got=step)
@@ -45,35 +45,35 @@ def base_name(step: int, name: str | None) -> str:
 
 
 def split_name(folder: str) -> tuple[str, int] | None:
-    """Split a folder's name into base and attempt; None if it is no name of a checkpoint."""
+    """Split a folder name "<base>-<attempt>" into base and attempt; None if it is not the name of a checkpoint."""
     match = _NUMBERED.fullmatch(folder)
     return None if match is None else (match["base"], int(match["attempt"]))
 
 
 def step_of(folder: str) -> tuple[int, int] | None:
-    """Read step and attempt from the name of a folder; None if the name does not have them."""
+    """Return step and attempt from a folder name "step-<step>-<attempt>"; None for another name."""
     parts = split_name(folder)
     match = None if parts is None else _STEP.fullmatch(parts[0])
     return None if match is None or parts is None else (int(match["step"]), parts[1])
 
 
 def saving_name(final: str, owner: str) -> str:
-    """Make the name of the hidden folder that a save is written to."""
+    """Return the name of the hidden folder that a save writes to before its commit."""
     return f"{SAVING}{final}@{owner}"
 
 
 def saving_owner(folder: str) -> str:
-    """Return the process that writes to a hidden folder."""
+    """Return the process in the name of a hidden folder that a save writes to."""
     return folder.rpartition("@")[2]
 
 
 def is_plain_name(name: str) -> bool:
-    """Return True if a name is that of a visible file in the folder itself, and not the manifest's."""
+    """Return True if a name is valid for a file in a checkpoint: visible, without folders, and not the manifest."""
     return "/" not in name and is_inner_name(name)
 
 
 def is_inner_name(name: str) -> bool:
-    """Return whether a name is that of a visible file in the folder or below it, and not the manifest's."""
+    """Return True if a relative path is valid for a file in a checkpoint: visible parts, and not the manifest."""
     parts = name.split("/")
     return name != MANIFEST and all(
         part == Path(part).name and not part.startswith(".") and "\0" not in part and part != "" for part in parts
@@ -81,15 +81,15 @@ def is_inner_name(name: str) -> bool:
 
 
 def inside(folder: Path, name: Any, said_by: Path) -> Path:
-    """Return the path in a folder for a name that a file contains.
+    """Return the path of a file that another file names, and check that it is inside of a folder.
 
     Args:
         folder: folder that must contain the path.
-        name: name in the file.
-        said_by: path of the file, for the text of errors.
+        name: name that was read from a file.
+        said_by: path of the file that contains the name, for error messages.
 
     Raises:
-        CheckpointError: the name leads out of the folder, by its text or by a link.
+        CheckpointError: the name leads out of the folder, by ".." or the like or by a symbolic link.
     """
     if not isinstance(name, str) or not is_inner_name(name) or _leads_out(folder, folder / name):
         raise CheckpointError(f"{said_by} names {str(name)[:200]!r}, which leads out of its folder", path=said_by)
@@ -97,7 +97,7 @@ def inside(folder: Path, name: Any, said_by: Path) -> Path:
 
 
 def _leads_out(folder: Path, path: Path) -> bool:
-    if not isinstance(path, Path):  # an object store has no links
+    if not isinstance(path, Path):  # an object store has no symbolic links
         return False
     holder = path if path.is_dir() else path.parent
     if holder == folder:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: each file is verified before it is used."""
+"""`Reader`: read the files of a checkpoint, each of which is verified before it is used."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WEIGHT_SETS = ("live", "averaged")
 
 
 class Reader:
-    """Reader of the files of one checkpoint. It is local to this process.
+    """Read the files of one checkpoint in this process; no other rank takes part.
 
     Args:
-        path: the checkpoint's folder.
+        path: folder of the checkpoint.
         verify: whether to compare each file with its checksum when it is first read. Pass False only for a checkpoint
             that this job has verified.
-        manifest: manifest of the folder, if it is read already.
+        manifest: manifest of the checkpoint, if it has been read already.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.
@@ -58,15 +58,15 @@ class Reader:
         self._unverified = set(self.manifest.files) if verify else set()
 
     def has(self, name: str) -> bool:
-        """Return whether the checkpoint has a file of that name."""
+        """Return True if the checkpoint has a file of that name."""
         return name in self.manifest.files
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Read the tensors of a safetensors file, on the CPU. A shared tensor is under each of its names.
+        """Read the tensors of a safetensors file on the CPU. A tied tensor is under each of its names.
 
         Raises:
             CheckpointNotFoundError: the checkpoint has no such file.
-            CorruptCheckpointError: the file is not as it was written.
+            CorruptCheckpointError: the file has changed since it was written.
         """
         path = self._listed(name)
 
@@ -84,7 +84,7 @@ class Reader:
             raise self._corrupt(_unreadable(name, error)) from error
 
     def json(self, name: str) -> Any:
-        """Read the value of a JSON file. Raises the errors of `tensors`."""
+        """Read the value of a JSON file; the errors are those of `tensors`."""
         path = self._listed(name)
         try:
             data = patiently(lambda: files_of(path).read(path, STATE_BYTES))
@@ -100,23 +100,23 @@ class Reader:
             raise self._corrupt(f"{name} is not JSON: {error}") from error
 
     def has_state(self, base: str) -> bool:
-        """Return True if the checkpoint has the state `base`."""
+        """Return True if the checkpoint has a state that `Writer.state` wrote under the name `base`."""
         return bool(self.files_of(f"{base}.json"))
 
     def files_of(self, name: str) -> list[str]:
-        """List the files with a name: the file itself, or its parts from each rank; empty if there is none."""
+        """Return the names of the files for `name`: the file itself, or the part of each rank; [] if there are none."""
         return [file for file in sorted(self.manifest.files) if name in (file, whole_name(file))]
 
     def joined(self, name: str) -> dict[str, LazyTensor]:
-        """Open the tensors of a safetensors file, or of its parts from each rank. They are read when they are used."""
+        """Open a safetensors file, or the parts of each rank as one; its tensors are read only when needed."""
         return self._stored(self.files_of(name) or [name])
 
     def state(self, base: str, lazy: bool = False) -> Any:
-        """Read a state that `Writer.state` wrote, and join the parts of ranks. Raises the errors of `tensors`.
+        """Read a state that `Writer.state` wrote, and join the parts of ranks; the errors are those of `tensors`.
 
         Args:
-            base: the file name without an ending, such as "optimizer", and without "-<rank>-of-<ranks>".
-            lazy: whether to return tensors as `StoredTensor`, which are read when they are used.
+            base: name of the file without "-<rank>-of-<ranks>" and ending, such as "optimizer".
+            lazy: True: return tensors as `StoredTensor` objects, which are read only when needed.
         """
         tensors = f"{base}.safetensors"
         if self.has(f"{base}.json") and not lazy:
@@ -131,7 +131,7 @@ class Reader:
 
     @property
     def weight_sets(self) -> tuple[str, ...]:
-        """Kinds of weights in the checkpoint, the plain ones first: "live" (trained) or "averaged"."""
+        """Sets of weights in the checkpoint, "live" (trained) or "averaged", that in `model.safetensors` first."""
         plain = self.manifest.info.get("weights")
         plain = plain if plain in WEIGHT_SETS else WEIGHT_SETS[0]
         return (plain, *(kind for kind in WEIGHT_SETS if kind != plain and self._files_of_set(kind)))
@@ -140,26 +140,26 @@ class Reader:
         """Read all weights of the model: from `model.safetensors`, or from the parts of each rank.
 
         Args:
-            which: "live" or "averaged"; None for the plain ones.
+            which: set of weights: "live" (trained) or "averaged". None: the set in `model.safetensors`.
 
         Raises:
-            CheckpointNotFoundError: there are no weights, or none of that kind.
-            CorruptCheckpointError: a file is not as it was written.
+            CheckpointNotFoundError: the checkpoint has no weights, or not this set.
+            CorruptCheckpointError: a file has changed since it was written.
         """
         whole = self.has("model.safetensors")
         plain = self.tensors("model.safetensors") if whole else read_all(self._stored(self._weight_files()))
         return plain | read_all(self._stored(self._other_files(which)))
 
     def stored_weights(self, which: str | None = None) -> Mapping[str, StoredTensor]:
-        """Open the model's weights. Each stays in its file until it, or a box of it, is read.
+        """Open the model's weights; each tensor is read from its file only when needed.
 
         Args:
-            which: as for `weights`.
+            which: set of weights: "live" (trained) or "averaged". None: the set in `model.safetensors`.
         """
         return {**self._stored(self._weight_files()), **self._stored(self._other_files(which))}
 
     def _other_files(self, which: str | None) -> list[str]:
-        """List the files of the weights that differ from the plain ones."""
+        """Return the files of the weights in which a set differs from that in `model.safetensors`."""
         kinds = self.weight_sets
         if which is not None:
             choice(*WEIGHT_SETS)("which_weights", which)
@@ -210,7 +210,7 @@ class Reader:
 
 
 def whole_name(name: str) -> str:
-    """Return the name of a file without the rank of its part.
+    """Return a file name without "-<rank>-of-<ranks>".
 
     Example:
         >>> whole_name("model-00000-of-00002.safetensors")
@@ -220,7 +220,7 @@ def whole_name(name: str) -> str:
 
 
 def file_problem(path: Path, record: FileRecord) -> str | None:
-    """Describe what is wrong with a file of a checkpoint; None if it is as it was written."""
+    """Return what is wrong with a file of a checkpoint, as text; None if it matches its record."""
     files = files_of(path)
     try:
         refuse_link(path)
@@ -235,7 +235,7 @@ def file_problem(path: Path, record: FileRecord) -> str | None:
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """List what is wrong with a checkpoint; empty if it verifies. Reads every byte of it."""
+    """Return a list of what is wrong with a checkpoint; empty if it verifies. All its bytes are read."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:

@@ -1,8 +1,9 @@
-"""Operations of a store on an object store, or on any other file system that fsspec supports.
+"""File operations of a checkpoint store on an object store, or on any other file system that fsspec supports.
 
-There is no rename. Files are written directly into their final folder, whose name no other save has, and the manifest
-is written last. A folder without a manifest is not listed. Its file `.owner` names the process that writes there. It is
-written first and removed last, so that instep never removes a folder without it.
+Object stores cannot rename. So files are written directly into their final folder, whose name no other save has, and
+the manifest is written last. A folder without a manifest does not count as a checkpoint. Its file `.owner`, which names
+the process that writes there, is written first and removed last. instep never removes a folder without a manifest and
+without `.owner`, since another program may have made it.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from instep.utils.untrusted_files import LEASE_BYTES
 from instep.utils.warn import warn_user
 
 _OWNER = ".owner"
-_PART_BYTES = 32 * 2**20  # size of a part of an upload; at most about three parts are in memory
-_MOST_PARTS = 9_000  # S3 allows 10,000
+_PART_BYTES = 32 * 2**20  # size of a part of a multi-part upload; about three parts are in memory
+_MOST_PARTS = 9_000  # of a multi-part upload: S3 allows 10,000
 _RANGE_BYTES = 16 * 2**20  # size of a part of a download
-_AHEAD = 4  # parts of a download that are read ahead
+_AHEAD = 4  # number of parts of a download that are read ahead
 
 
 def files_of(path: Path) -> Files:
-    """Return the file operations for the file system of a path."""
+    """Return the `Files` object for the file system of a path: local, or remote by fsspec."""
     return LocalFiles() if isinstance(path, Path) else RemoteFiles()
 
 
 class RemoteFiles(Files):
-    """File operations on a file system of fsspec, through `upath.UPath`.
+    """File operations of a checkpoint store on a file system of fsspec, with paths of the class `upath.UPath`.
 
-    The operations are named create, write, close (the end of an upload), put (a small object at once) and unlink.
+    The names of the operations for `trace` are create, write, close (the end of an upload), put (a small object in one
+    request) and unlink.
     """
 
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:
@@ -59,13 +61,13 @@ class RemoteFiles(Files):
             with _as_os_error(path):
                 return bytearray(_fs(path).cat_file(_key(path), start=begin, end=end))
         except OSError:
-            if self.size(path) == 0:  # some stores refuse a range of an empty file
+            if self.size(path) == 0:  # some stores refuse to read a range of an empty file
                 return bytearray()
             raise
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
-        """Yield a temporary copy, which is always hashed on the way. `TMPDIR` chooses its disk."""
+        """Download an object to a temporary file, and yield its path and checksums; `TMPDIR` chooses the folder."""
         with tempfile.NamedTemporaryFile(prefix="instep-", suffix=path.suffix) as file:
             hasher = Hasher()
             for piece in self._pieces(path):
@@ -100,7 +102,7 @@ class RemoteFiles(Files):
         found = self.sizes(folder).keys()
         if not found:
             return
-        self.replace(folder / _OWNER, b"")  # without an owner, so any run may remove the rest of the folder
+        self.replace(folder / _OWNER, b"")  # an empty `.owner` lets any run remove the remaining files
         for some in (found & {names.MANIFEST}, found - {names.MANIFEST, _OWNER}, {_OWNER}):
             for name in sorted(some):
                 self._before("unlink", folder / name)
@@ -119,11 +121,11 @@ class RemoteFiles(Files):
         return found
 
     def create_exclusive(self, path: Path, data: bytes) -> bool:
-        """Create a new object with this content; return False if it exists.
+        """Create a new object with this content; return False if the object exists.
 
-        This is exact if the store has conditional puts (S3 since 2024, Google, Azure, newer MinIO, and memory within
-        one process). Other stores are asked first whether the object exists, and two callers at the same instant may
-        both succeed.
+        If the store has conditional puts (S3 since 2024, Google, Azure, newer MinIO, and memory within one process),
+        only one of several callers succeeds. On other stores the existence is checked first, so that two callers at the
+        same time may both succeed.
         """
         self._before("put", path)
         try:
@@ -141,7 +143,7 @@ class RemoteFiles(Files):
         return True
 
     def replace(self, path: Path, data: bytes) -> None:
-        """Put an object with this content at one instant, in place of an existing one."""
+        """Create or replace an object atomically."""
         self._before("put", path)
         with _as_os_error(path):
             _fs(path).pipe_file(_key(path), data)
@@ -152,10 +154,10 @@ class RemoteFiles(Files):
             with _as_os_error(path):
                 _fs(path).rm_file(_key(path))
         except FileNotFoundError:
-            pass  # the object is gone already
+            pass  # the object does not exist any more
 
     def _pieces(self, path: Path) -> Iterator[bytes]:
-        """Yield the content in order, and read some ranges ahead."""
+        """Yield the content of an object in order, while some further ranges are read in the background."""
         fs, key, size = _fs(path), _key(path), self.size(path)
 
         def ask(start: int) -> bytes:
@@ -175,14 +177,14 @@ class RemoteFiles(Files):
         keys = [_key(folder / name) for name in some]
         with _as_os_error(folder):
             if len(keys) > 1 and not any(set("*?[") & set(key) for key in keys):
-                _fs(folder).rm(keys)  # one request for many objects
+                _fs(folder).rm(keys)  # a list, so that many objects need one request
                 return
-            for key in keys:  # fsspec would take these characters in a list for patterns
+            for key in keys:  # one by one: in a list, fsspec takes these characters for patterns
                 _fs(folder).rm_file(key)
 
 
 class _RemoteOut(OutFile):
-    """New object, written by the file system's own multi-part upload. If it fails, the whole upload is given up."""
+    """A new object, written by a multi-part upload of fsspec; after an error, the whole upload is abandoned."""
 
     _file: Any = None
 
@@ -194,7 +196,7 @@ class _RemoteOut(OutFile):
     def _write(self, piece: memoryview) -> int:
         with _as_os_error(self.path):
             written = self._file.write(piece)
-        return len(piece) if written is None else written  # SFTP writes all bytes, and returns None
+        return len(piece) if written is None else written  # SFTP returns None after it has written all bytes
 
     def _finish(self) -> None:
         self._trace("close", self.path, None)
@@ -215,7 +217,7 @@ class _RemoteOut(OutFile):
                 "rule of the bucket removes unfinished uploads."
             )
         finally:
-            # otherwise fsspec would finish the upload when the open file is garbage collected
+            # Prevent fsspec from completing the upload when the file object is garbage collected.
             if hasattr(file, "blocksize"):
                 file.closed = True
 
@@ -230,13 +232,13 @@ def _key(path: Any) -> str:
 
 @contextmanager
 def _as_os_error(path: Path) -> Iterator[None]:
-    """Turn errors of a store's library into OSErrors."""
+    """Convert errors of an object store's library to OSErrors."""
     try:
         yield
     except (MemoryError, AttributeError, TypeError, NameError):
-        raise  # errors of instep's own code
+        raise  # an error of instep itself
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # other OSErrors have only a text, and no number
+        if isinstance(error, OSError) and error.errno is not None:  # some libraries raise OSErrors without errno
             raise
         raise OSError(_number(error), f"{type(error).__name__}: {error}", str(path)) from error
 
@@ -256,7 +258,7 @@ _NUMBERS = {
     "IsADirectoryError": errno.EISDIR,
     "NotADirectoryError": errno.ENOTDIR,
     "TimeoutError": errno.ETIMEDOUT,
-    "HTTPClientError": errno.ETIMEDOUT,  # botocore: failed connections, time-outs, incomplete answers
+    "HTTPClientError": errno.ETIMEDOUT,  # botocore: failed connections, timeouts, incomplete answers
     "ClientConnectionError": errno.ECONNABORTED,  # aiohttp
     "ClientPayloadError": errno.ECONNABORTED,
     "ConnectionError": errno.ECONNABORTED,  # builtin, requests

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that a run loads, the report of a resume, and weights that checkpoints leave out."""
+"""`Resume` (which parts of a checkpoint a run loads), the report of a resume, and weights that are not saved."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from instep.strategies import Strategy
 
 _SWITCHES = ("optimizer", "schedulers", "position", "callbacks", "loggers")
-_MOST_NAMES = 8  # names of each kind that a report lists
+_MOST_NAMES = 8  # largest number of missing, unexpected or other names in a report
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Choice of the parts of a checkpoint that a run loads besides the weights. By default it loads all.
+    """Which parts of a checkpoint a resumed run loads besides the weights; by default all of them.
 
     Args:
-        optimizer: the optimizers' states, and the loss scale.
-        schedulers: the learning-rate schedules. Without them the rates begin as configured. With schedules but without
-            the optimizer, the rates are those of the schedules.
-        position: step and epoch, the place in the data, logged sums, random generators and the seed. Without it the run
-            counts from 0, as a new run with its own run folder.
-        callbacks: the callbacks' states.
-        loggers: the loggers' runs, to which the run appends; None takes the value of `position`.
-        strict: whether weights and optimizer states must fit exactly. False loads what fits by name and shape. None
-            means the module's `strict_loading` for weights, and True for optimizers.
+        optimizer: whether to load the optimizers' states and the loss scale.
+        schedulers: whether to load the learning-rate schedulers' states. Without them the rates begin as configured.
+            With schedulers but without the optimizer, the schedulers set the rates.
+        position: whether to load step and epoch, the position in the data, sums of logged values, random generators and
+            the seed. Without them the run counts from 0, as a new run with its own run folder.
+        callbacks: whether to load the callbacks' states.
+        loggers: whether to append to the loggers' runs of the checkpoint. None: the value of `position`.
+        strict: whether weights and optimizer states must fit exactly. False: load what fits by name and shape. None:
+            the module's `strict_loading` for weights, and True for optimizers.
         lr: a new learning rate, as you would pass it to the optimizer (or to OneCycleLR as `max_lr`): one for all
-            parameter groups, or one for each. Schedules continue at their position, as if they had begun with this
-            rate.
+            parameter groups, or a list with one for each. Schedulers continue at their position, as if they had begun
+            with this rate.
 
     Raises:
-        SettingError: a value has the wrong type, or two values contradict each other.
+        SettingError: an argument has the wrong type, or two arguments contradict each other.
 
     Example:
         >>> def go_on(trainer, model, loader):  # with another learning rate
@@ -82,43 +82,43 @@ class Resume:
 
     @classmethod
     def weights(cls, strict: bool | None = None) -> Resume:
-        """Load only the weights: a new run begins with them. Files of weights are enough.
+        """Make a choice that loads only the weights, for a new run; a file with weights is enough for it.
 
         Args:
-            strict: as in `Resume`.
+            strict: whether weights must fit exactly; False: load what fits. None: the module's `strict_loading`.
         """
         return cls(optimizer=False, schedulers=False, position=False, callbacks=False, strict=strict)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts that are loaded."""
+        """Names of the parts to load: "weights", "optimizer", "schedulers", "position", "callbacks", "loggers"."""
         return ("weights", *(name for name in _SWITCHES if getattr(self, name)))
 
     @property
     def weights_only(self) -> bool:
-        """Whether only the weights are loaded."""
+        """Whether only the weights are to be loaded."""
         return self.parts == ("weights",)
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values with which a checkpoint records how its run began."""
+        """Return these choices as JSON values, to be stored in the checkpoints of the run."""
         return asdict(self)
 
 
 @dataclass
 class ResumeReport:
-    """Report of what a run loaded from a checkpoint.
+    """What a run has loaded from a checkpoint, and what it could not load.
 
     Args:
-        path: the checkpoint.
-        parts: parts that were asked for and loaded: "weights", "optimizer", "schedulers", "position", "callbacks",
+        path: path of the checkpoint.
+        parts: parts that were requested and loaded: "weights", "optimizer", "schedulers", "position", "callbacks",
             "loggers".
-        loaded: how many entries of the module's state dict were loaded.
+        loaded: number of entries of the module's state dict that were loaded.
         missing: names in the module that the checkpoint does not have; these weights stay as initialized.
         unexpected: names in the checkpoint that the module does not have.
-        other_shape: name -> shapes in the checkpoint and in the module, for weights that were left out because these
-            differ.
-        left_out: texts about optimizers, schedulers and callbacks that did not fit.
-        reached: the highest optimizer step that the run is known to have reached before; 0 if unknown.
+        other_shape: for each weight that was not loaded because its shape differs: the shapes in the checkpoint and in
+            the module.
+        left_out: messages about states of optimizers, schedulers and callbacks that did not fit.
+        reached: highest optimizer step that the run is known to have reached before; 0 if unknown.
     """
 
     path: Path
@@ -132,7 +132,7 @@ class ResumeReport:
 
     @property
     def complete(self) -> bool:
-        """Whether all parts were loaded, and nothing was left out."""
+        """Whether all requested parts were loaded completely."""
         left = (*self.missing, *self.unexpected, *self.other_shape, *self.left_out)
         return not left and set(self.parts) == {"weights", *_SWITCHES}
 
@@ -156,11 +156,13 @@ class ResumeReport:
 
     @staticmethod
     def explained(error: CheckpointError, saved: Iterable[str], callbacks: Sequence[Any]) -> CheckpointError:
-        """Add to an optimizer error which callbacks are new or missing. Fine-tuning and pruning change parameters.
+        """Return an optimizer's error with a list of the callbacks that are new or missing in this run.
+
+        Callbacks for fine-tuning or pruning change parameters, so they may be the cause of the error.
 
         Args:
             error: the error; returned unchanged if the callbacks are the same, or if a file is damaged.
-            saved: keys of the callbacks with a state in the checkpoint.
+            saved: `state_key` of each callback with a state in the checkpoint.
             callbacks: callbacks of this run.
         """
         now = {callback.state_key: bool(callback.state_dict()) for callback in callbacks}
@@ -178,16 +180,16 @@ class ResumeReport:
 def compare(
     report: ResumeReport, saved: Mapping[str, Any], own: Mapping[str, Sequence[int] | None], prefix: str = ""
 ) -> dict[str, Any]:
-    """Record in a report how two state dicts differ.
+    """Compare the state dict of a checkpoint with that of a module, and add the differences to a report.
 
     Args:
-        report: report to which missing and unexpected names and different shapes are added.
+        report: report to which missing names, unexpected names and different shapes are added.
         saved: state dict of the checkpoint.
-        own: shapes in the module, by the same names; None for values without a shape.
-        prefix: prefix of the names in the report.
+        own: shapes in the module by name; None for values without a shape.
+        prefix: text to put before the names in the report.
 
     Returns:
-        The part of `saved` that fits.
+        The entries of `saved` that fit by name and shape.
     """
     fits: dict[str, Any] = {}
     for name, shape in own.items():
@@ -203,14 +205,14 @@ def compare(
     return fits
 
 
-# ---- weights that checkpoints leave out
+# ---- weights that are not saved in checkpoints
 
 LeftOut: TypeAlias = "dict[str, Sequence[str]]"
 """By clean name: dtype and digest of the values."""
 
 
 class LeftOutWeights:
-    """Weights that the checkpoints of one run leave out, by its module's `checkpoint_filter`."""
+    """The weights that a run does not save in its checkpoints, because of its module's `checkpoint_filter`."""
 
     def __init__(self) -> None:
         self.held: set[str] = set()
@@ -218,18 +220,19 @@ class LeftOutWeights:
         self._digests: dict[str, Sequence[str]] = {}
 
     def collect(self, module: Any, strategy: Strategy, state: Mapping[str, Any]) -> LeftOut:
-        """Return the names that a checkpoint leaves out, with digests that do not depend on the sharding. Collective.
+        """Return the names of the weights that are not saved, with digests of their values. Collective.
 
-        The digest of a frozen weight is computed once, at the first save. A weight that changes but is left out by a
-        filter gets a new digest at each save; a resume, which would begin with other values, is then refused.
+        The digests do not depend on how the weights are sharded. The digest of a frozen weight is computed once, at the
+        first save. A trained weight that the filter excludes gets a new digest at each save; resuming is then an error,
+        since the resumed run would begin with other values.
 
         Args:
             module: module with its parameters as they are trained.
-            strategy: strategy whose ranks hold the parameters.
-            state: `strategy.model_state()`.
+            strategy: strategy that holds the parameters.
+            state: result of `strategy.model_state()`.
 
         Raises:
-            SettingError: the filter has an unknown type.
+            SettingError: `checkpoint_filter` has an unknown type.
         """
         names = self._names(module, strategy.model_shapes())
         named = module.named_parameters(remove_duplicate=False)
@@ -260,19 +263,19 @@ class LeftOutWeights:
 
 
 def digests_of(state: Mapping[str, Any], names: Iterable[str], cast: LeftOut | None = None) -> LeftOut:
-    """Return the digests of whole weights; `cast` as in `all_digests_of`."""
+    """Return dtype and digest of whole (not sharded) weights by name; for `cast` see `all_digests_of`."""
     by_name = {clean_name(name): value for name, value in state.items()}
     sums = {name: _sum_of(by_name[name], (cast or {}).get(name)) for name in names if name in by_name}
     return {name: [dtype, f"{value:016x}"] for name, (dtype, value) in sums.items()}
 
 
 def all_digests_of(shards: Mapping[str, Any], names: Iterable[str], cast: LeftOut | None = None) -> LeftOut:
-    """Return the digests of weights that are sharded over ranks. Collective: all ranks call it.
+    """Return dtype and digest of weights that are sharded over ranks, by name. Collective: all ranks call it.
 
     Args:
-        shards: shards of this rank by clean name, as it would write them.
+        shards: this rank's shards by name (without wrappers), in the form in which they would be saved.
         names: names of the weights; other shards are ignored.
-        cast: saved digests with their dtypes; values with more bits are rounded to these dtypes first.
+        cast: digests from a checkpoint, with their dtypes: values with more bits are rounded to these dtypes first.
     """
     sums = {name: _sum_of(shards[name], (cast or {}).get(name)) for name in names if name in shards}
     total: dict[str, tuple[str, int]] = {}
@@ -283,10 +286,10 @@ def all_digests_of(shards: Mapping[str, Any], names: Iterable[str], cast: LeftOu
 
 
 def _sum_of(value: Any, cast: Sequence[str] | None) -> tuple[str, int]:
-    """Return dtype and content sum of a part of a tensor, in the dtype of a saved one if that has fewer bits."""
+    """Return dtype and content sum of a tensor or shard, after rounding it to a saved dtype of fewer bits."""
     local = value.local if isinstance(value, Shard) else value
     if cast is not None:
-        with suppress(ValueError):  # this torch lacks the dtype, so the digests will differ
+        with suppress(ValueError):  # this version of torch does not have the dtype
             dtype = dtype_from_name(cast[0])
             if dtype.is_floating_point and local.is_floating_point() and dtype.itemsize < local.dtype.itemsize:
                 local = local.to(dtype)
@@ -295,15 +298,15 @@ def _sum_of(value: Any, cast: Sequence[str] | None) -> tuple[str, int]:
 
 
 def check_left_out(saved: LeftOut, now: LeftOut, path: Path, module: Any, strict: bool) -> None:
-    """Compare weights that a checkpoint has left out with those of a module.
+    """Check that a module's weights are those that a checkpoint did not save, by their digests.
 
     Raises:
-        CheckpointError: the weights differ, or the module does not have them. Without `strict`, this is a warning.
+        CheckpointError: the weights differ, or the module does not have them. If `strict` is False, warn instead.
     """
     differ = [
         name
         for name, (dtype, digest) in saved.items()
-        # If the module has fewer bits than the run had, the values cannot be compared.
+        # Values cannot be compared if the module's dtype has fewer bits than that of the checkpoint.
         if name not in now or (now[name][0] == dtype and now[name][1] != digest)
     ]
     if not differ:
@@ -320,9 +323,9 @@ def check_left_out(saved: LeftOut, now: LeftOut, path: Path, module: Any, strict
 def rest_of(
     shapes: Mapping[str, Any], state: Mapping[str, Any], absent: Mapping[str, Any], strict: bool, path: Path
 ) -> dict[str, Any]:
-    """Return the shapes of weights that a checkpoint holds.
+    """Return the shapes of those weights that are not in `absent`, the weights that the checkpoint did not save.
 
-    If strict, raise RuntimeError unless it holds exactly these.
+    If `strict`, raise RuntimeError unless the checkpoint has exactly these weights.
     """
     for name, entry in absent.items():
         if not (isinstance(entry, list | tuple) and len(entry) == 2 and all(isinstance(part, str) for part in entry)):

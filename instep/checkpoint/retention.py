@@ -1,7 +1,8 @@
-"""Policies for which checkpoints to keep. They only decide, without access to a disk. `a | b` keeps what either keeps.
+"""Policies that decide which checkpoints to keep; they do not access the disk.
 
-A policy gets records, oldest first, and returns those to delete. The newest is never deleted, whatever the policy: if
-all older checkpoints turn out to be damaged, a run resumes from it.
+A policy gets a list of `Saved` records, oldest first, and returns the keys of those to delete. `a | b` keeps all
+checkpoints that policy `a` or policy `b` keeps. The newest checkpoint is never deleted, whatever the policy: if all
+older checkpoints turn out to be damaged, a run can resume from it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from instep.errors import SettingError, one_of
 
 @dataclass(frozen=True)
 class Saved:
-    """Facts about a checkpoint on which a policy decides.
+    """What a policy knows of a checkpoint.
 
     Args:
-        key: text that no other checkpoint has, such as its path.
+        key: unique text for the checkpoint, such as its path.
         step: optimizer step of the save.
-        score: the monitored metric. None means not measured: the checkpoint is not ranked at all. nan is ranked last.
+        score: value of the monitored metric. None: not measured, so that the checkpoint is not ranked. nan: ranked
+            last.
 
     Example:
         >>> Saved("runs/best-1", step=100, score=0.25)
@@ -34,7 +36,7 @@ class Saved:
 
 
 class Retention(ABC):
-    """Policy for which checkpoints to keep. Write your own by overriding `kept`, in a frozen dataclass.
+    """Base class of policies that decide which checkpoints to keep. To write your own, override `kept`.
 
     Example:
         >>> saved = [Saved("a", 10, 0.3), Saved("b", 20, 0.1), Saved("c", 30, 0.2), Saved("d", 40, 0.4)]
@@ -53,7 +55,7 @@ class Retention(ABC):
         """
 
     def to_delete(self, saved: Sequence[Saved]) -> list[str]:
-        """Return the keys of the checkpoints to delete, oldest first; never the newest.
+        """Return the keys of the checkpoints to delete, oldest first; the newest checkpoint is never among them.
 
         Args:
             saved: all checkpoints that verify, oldest first.
@@ -62,7 +64,7 @@ class Retention(ABC):
         return [one.key for one in saved[:-1] if one.key not in kept]
 
     def takes(self, new: Saved, saved: Sequence[Saved]) -> bool:
-        """Return True if the policy would keep a new checkpoint beside the existing ones, so it is worth saving."""
+        """Return True if the policy would keep a new checkpoint, given the existing ones; otherwise do not save it."""
         return new.key in self.kept([*saved, new])
 
     def __or__(self, other: Retention) -> Retention:
@@ -105,10 +107,10 @@ class KeepNewest(Retention):
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """Policy that keeps for ever the first checkpoint at or after every multiple of a number of steps.
+    """Policy that keeps, for every multiple of `steps`, the first checkpoint at or after that step forever.
 
     Args:
-        steps: number of optimizer steps between two multiples.
+        steps: number of optimizer steps.
 
     Example:
         >>> KeepEvery(20).to_delete([Saved("a", 10), Saved("b", 20), Saved("c", 30), Saved("d", 40)])
@@ -129,9 +131,9 @@ class KeepEvery(Retention):
 
 @dataclass(frozen=True)
 class KeepBest(Retention):
-    """Policy that keeps the checkpoints with the best scores. Of equal scores the older checkpoint is kept.
+    """Policy that keeps the checkpoints with the best scores. If scores are equal, the older checkpoint is better.
 
-    A score of nan is worse than any number: such a checkpoint is kept only if there are not enough others.
+    A score of nan is worse than any number: a checkpoint with it is kept only if there are not enough others.
 
     Args:
         count: number of checkpoints to keep.
@@ -157,7 +159,7 @@ class KeepBest(Retention):
 
 @dataclass(frozen=True)
 class KeepAny(Retention):
-    """Policy that keeps every checkpoint that one of several policies keeps. `a | b` makes one.
+    """Policy that keeps every checkpoint that at least one of several policies keeps. `a | b` makes such a policy.
 
     Args:
         policies: two or more policies.
@@ -177,7 +179,7 @@ class KeepAny(Retention):
 
 
 def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:
-    """Sort checkpoints with a score: best first, nan last, and the older first among equals.
+    """Return the checkpoints with a score, sorted: best first, nan last, and the older first if scores are equal.
 
     Args:
         saved: all checkpoints, oldest first.
@@ -185,7 +187,7 @@ def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:
     """
     sign = 1.0 if mode == "min" else -1.0
     scored = [(one.score, one) for one in saved if one.score is not None]
-    # the sort is stable, so older ones stay first
+    # The sort is stable, so that of equal scores the older checkpoint stays first.
     return [one for _, one in sorted(scored, key=lambda pair: _order(sign * pair[0]))]
 
 
@@ -194,7 +196,7 @@ def _order(value: float) -> tuple[bool, float]:
 
 
 def modes(policy: Retention) -> set[str]:
-    """Return the modes of all `KeepBest` in a policy; empty if no score matters."""
+    """Return the modes ("min", "max") of all `KeepBest` policies in a policy; empty if it does not use scores."""
     return {part.mode for part in _parts(policy) if isinstance(part, KeepBest)}
 
 

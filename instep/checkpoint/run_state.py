@@ -1,12 +1,14 @@
-"""State of a run in a checkpoint, the same for the Trainer and the Accelerator: written, read again and restored.
+"""Write, read and restore the state of a run in a checkpoint, in the same way for the Trainer and the Accelerator.
+
+These are the files of a checkpoint:
 
 model.safetensors              weights and buffers, under names without wrappers
-averaged.safetensors, live.safetensors   a second set of weights, where a run averages them: what differs from the first
-model_extra.json               what state dicts have beside tensors
+averaged.safetensors, live.safetensors   a second set of weights if a run averages them: only what differs
+model_extra.json               values in the state dict that are not tensors
 optimizer.json/.safetensors    the optimizers' states by parameter name
-                               all three as `model-00000-of-00002.safetensors` ... where each rank writes its own part
-trainer.json, accelerator.json   what the ranks share: position, schedulers, plug-ins, data
-rank-00000.json/.safetensors   what each rank has of its own: random generators, data with a place per rank
+                               if each rank writes its own part, the names of all these files get `-00000-of-00002` etc.
+trainer.json, accelerator.json   state that all ranks share: position, schedulers, callbacks, data
+rank-00000.json/.safetensors   state of each rank: random generators, position in the data if it differs between ranks
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunState:
-    """State of a run as one rank writes it. It is collected first, so that `write` waits for no other rank.
+    """The state of a run that one rank writes. All of it is collected before, so that `write` waits for no other rank.
 
     Args:
         name: name of the file with the shared state: "trainer" or "accelerator".
-        in_parts: whether each rank writes a part of the weights and of the optimizers' states.
-        weights: the model's state dict under clean names; None where this rank writes none.
-        optimizers: the optimizers' states; None where this rank writes none.
-        shared: state that the ranks share; rank 0 writes it.
-        own: this rank's own state; None if only weights are saved.
-        other: another set of weights by its kind ("live" or "averaged"), in the form of `weights`.
-        plain: the kind of `weights`.
+        in_parts: whether each rank writes its own part of the weights and of the optimizers' states.
+        weights: the model's state dict, under names without wrappers; None if this rank writes no weights.
+        optimizers: the optimizers' states; None if this rank writes none.
+        shared: state that all ranks share; rank 0 writes it.
+        own: state of this rank alone; None if only weights are saved.
+        other: a second set of weights under its kind ("live" or "averaged"), in the same form as `weights`.
+        plain: kind of the set in `weights`: "live" or "averaged".
     """
 
     name: str
@@ -72,12 +74,12 @@ class RunState:
             writer.state(f"rank-{writer.rank:05d}", self.own)
 
     def check(self) -> None:
-        """Encode the whole state without writing it.
+        """Check that the whole state can be saved, by encoding it without writing.
 
         Raises:
-            UnsavableStateError: a value cannot be saved; the text names its owner and key.
+            UnsavableStateError: a value cannot be saved; the message names the object that has it, and its key.
         """
-        from instep.checkpoint.codec import encode  # imported late: only a run that saves pays for it
+        from instep.checkpoint.codec import encode  # imported late: only needed for saving
 
         tensors, extra = _split(self.weights or {})
         encode(self.shared)
@@ -88,28 +90,28 @@ class RunState:
 
 
 def _split(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor | Shard], dict[str, Any]]:
-    """Split a state dict into tensors and the other values that `get_extra_state` returned."""
-    from instep.checkpoint.tensors import Shard  # late, as above
+    """Split a state dict into tensors and other values, which `get_extra_state` returned."""
+    from instep.checkpoint.tensors import Shard  # imported late: only needed for saving
 
     tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor | Shard)}
     return tensors, {name: value for name, value in state_dict.items() if name not in tensors}
 
 
 def clean_names(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Remove wrappers from the names of a state dict, and put a prefix before each name."""
+    """Remove wrappers such as `_orig_mod.` from the names in a state dict, and put a prefix before each name."""
     return {prefix + clean_name(name): value for name, value in state_dict.items()}
 
 
 class SavedRun:
-    """State of a run in an opened checkpoint. Each file is read and checked once.
+    """The state of a run in an open checkpoint. Each file is read and checked once.
 
     Args:
         reader: reader of the checkpoint.
         name: name of the file with the shared state: "trainer" or "accelerator".
-        whose: name of the run in errors: "a run" or "an Accelerator".
+        whose: name of the run in error messages: "a run" or "an Accelerator".
         check_shared: function that raises ValueError if the shared state has values of wrong types.
-        of_rank: kind of each required value in the state of a rank.
-        optional: kind of each value there that may be missing.
+        of_rank: type check for each required value in the state of a rank.
+        optional: type check for each value in the state of a rank that may be missing.
     """
 
     def __init__(
@@ -130,11 +132,11 @@ class SavedRun:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """State that the ranks share.
+        """State that all ranks share.
 
         Raises:
             CheckpointNotFoundError: the checkpoint has no such state.
-            CorruptCheckpointError: the state lacks values or has wrong ones.
+            CorruptCheckpointError: values in the state are missing or wrong.
         """
         if self._shared is not None:
             return self._shared
@@ -144,7 +146,7 @@ class SavedRun:
         return state
 
     def rank(self, rank: int) -> dict[str, Any] | None:
-        """Read the own state of a rank; None if there was no such rank. Raises the errors of `shared`."""
+        """Read the state of a single rank; None if the run had no such rank. The errors are those of `shared`."""
         if rank not in self._ranks:
             name = f"rank-{rank:05d}"
             if not self.reader.has_state(name):
@@ -156,22 +158,23 @@ class SavedRun:
         return self._ranks[rank]
 
     def ranks(self) -> Iterator[dict[str, Any]]:
-        """Yield the own states of all ranks, in rank order.
+        """Yield the state of each single rank, in the order of ranks.
 
         Raises:
-            CheckpointNotFoundError: the state of a rank is missing. Also the errors of `shared`.
+            CheckpointNotFoundError: the state of a rank is missing.
+            CorruptCheckpointError: values in a state are missing or wrong.
         """
         for rank in range(self.shared["world_size"]):
             state = self.rank(rank)
-            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # raises if the state is missing
+            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # an error if it is missing
 
     def forget(self) -> None:
-        """Release what was read, since it may hold tensors as large as the model's."""
+        """Free the states that were read, since their tensors may be as large as the model."""
         self._shared = None
         self._ranks.clear()
 
     def same_sharding(self, rank: int, world_size: int, strategy: Strategy) -> bool:
-        """Return True if this rank reads the same data as the rank with its number did at the save. Local."""
+        """Return True if this rank reads the same part of the data as the same rank did at the save. Local."""
         own = self.rank(rank)
         if own is None:
             return False
@@ -180,38 +183,40 @@ class SavedRun:
         return now == (self.shared["world_size"], self.shared["data_world_size"], own["data_rank"], counted)
 
     def model_state(self, lazy: bool, which: str | None = None) -> dict[str, Any]:
-        """Read the weights, and the other values in state dicts.
+        """Read the model's state dict: the weights, and the values that are not tensors.
 
         Args:
-            lazy: whether tensors stay in their files until they, or boxes of them, are read.
-            which: "live" or "averaged"; None for the plain ones.
+            lazy: True: return tensors as `StoredTensor` objects, which are read only when needed.
+            which: set of weights: "live" (trained) or "averaged". None: the set in `model.safetensors`.
         """
         state: dict[str, Any] = dict(self.reader.stored_weights(which) if lazy else self.reader.weights(which))
         return state | self.reader.state("model_extra") if self.reader.has_state("model_extra") else state
 
     def optimizer_trees(self, lazy: bool) -> list[Any]:
-        """Read the optimizers' states, in the saved order; `lazy` as in `model_state`."""
+        """Read the optimizers' states, in the order in which they were saved; for `lazy` see `model_state`."""
         trees: list[Any] = self.reader.state("optimizer", lazy=lazy) if self.reader.has_state("optimizer") else []
         with loading_state(self.path, "the optimizers"):
             check_trees(trees)
         return trees
 
     def random_state(self, own: dict[str, Any] | None, data_rank: int) -> dict[str, Any] | None:
-        """Find the random state of a rank that read this part of the data. Ranks of one part have the same.
+        """Return the saved state of the random generators for the part of the data that this rank reads.
+
+        All ranks that read the same part of the data have the same random state.
 
         Args:
-            own: state of the rank with this rank's number, if the sharding is unchanged; None searches the states of
+            own: saved state of the same rank, if the data is still divided in the same way; None: search the states of
                 all ranks.
-            data_rank: the part of the data that this rank reads.
+            data_rank: index of the part of the data that this rank reads.
 
         Returns:
-            The random state; None if there was no such rank.
+            The random state; None if no rank read that part.
         """
         every = self.ranks() if own is None else (own,)
         return next((state["rng"] for state in every if state["data_rank"] == data_rank), None)
 
     def restore_random(self, rng: dict[str, Any] | None, data_rank: int, seed: int, step: int) -> None:
-        """Restore a result of `random_state`, or seed the generators by the part of the data and the step."""
+        """Restore the random generators from a result of `random_state`; for None, seed them by data part and step."""
         if rng is None:
             seed_process(derive_seed(seed, "rank", data_rank, "step", step))
             return
@@ -219,7 +224,7 @@ class SavedRun:
             set_rng_state(rng, self.path)
 
     def restore_schedule(self, name: str, scheduler: Any, state: Any, with_optimizer: bool) -> None:
-        """Load a learning-rate scheduler's state. Without the optimizer's state, the rates are set by the schedule."""
+        """Load a learning-rate scheduler's state; if the optimizer's state is not loaded, let it set the rates."""
         with loading_state(self.path, f"the scheduler {name}"):
             scheduler.load_state_dict(checked_schedule(scheduler, state))
             if not with_optimizer:
@@ -234,17 +239,17 @@ def load_model_state(
     report: ResumeReport,
     prefix: str = "",
 ) -> None:
-    """Load weights by their names without wrappers, also into a module with wrappers.
+    """Load a state dict whose names have no wrappers into a module that may have wrappers, such as a compiled one.
 
     Args:
-        load: function that loads a state dict with the module's own names; it also gets `strict`.
-        shapes: shapes of the module's state dict, by its own names.
-        state: state dict to load, with clean names.
-        strict: whether names and shapes must fit exactly; False loads what fits.
-        report: report of what was and was not loaded.
-        prefix: prefix of the names in the report.
+        load: function that loads a state dict with the module's own names; its second argument is `strict`.
+        shapes: shapes in the module's state dict, by the module's own names.
+        state: state dict to load, with names without wrappers.
+        strict: whether names and shapes must fit exactly; False: load what fits.
+        report: report to which the differences are added.
+        prefix: text to put before the names in the report.
     """
-    from instep.checkpoint.resume import compare  # imported late: only who loads pays for it
+    from instep.checkpoint.resume import compare  # imported late: only needed for loading
 
     own = {clean_name(name): name for name in shapes}
     fits = compare(report, state, {clean_name(name): shape for name, shape in shapes.items()}, prefix)

@@ -1,8 +1,8 @@
-"""Saving of one run, for Trainer and Accelerator: the folders that a run owns, and a save as one call.
+"""`RunSaver`: saves the checkpoints of one run, for Trainer and Accelerator, and owns the run's folders.
 
-A save collects the run's state, writes it, verifies it, and deletes what the policy no longer keeps. It does all this
-at once, or it collects at once and does the rest in the background. No older checkpoint is deleted before the new one
-has verified.
+A save collects the run's state, writes it, verifies it, and deletes the checkpoints that the policy no longer keeps. In
+the background mode only the collecting is done immediately, and the other steps by a thread. No older checkpoint is
+deleted before the new one has been verified.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from instep import checkpoint  # its names load when used
+from instep import checkpoint  # names in it are imported when used
 from instep.distributed.rank_zero import RankGroup
 from instep.utils.paths import to_path
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 
 class RunSaver(ABC):
-    """Saver of one run. Its methods are called on the training thread.
+    """Save the checkpoints of one run. All methods are called on the training thread.
 
     Attributes:
-        newest: keeper of the newest full state, if the run resumes by itself. A save calls its `superseded` and `note`.
+        newest: object that keeps the newest full state of a run that resumes by itself, or None. A save calls its
+            methods `superseded` and `note`.
     """
 
     newest: Any = None
@@ -40,12 +41,13 @@ class RunSaver(ABC):
         self._swept: set[Path] = set()
         self._background: BackgroundSaver | None = None
 
-    # ---- folders
+    # ---- folders of checkpoints of checkpoints
 
     def own(self, folder: Location | None) -> None:
-        """Take a folder until `release`, until this object is freed, or until the process exits.
+        """Take the lease of a folder, so that no other run saves there. Collective: all ranks call it.
 
-        This proves, before the first step, that the folder can be written to and that all ranks see it.
+        The lease is held until `release`, until this object is freed, or until the process ends. Taking it before the
+        first step also checks that the folder can be written to and that all ranks see it.
 
         Raises:
             FolderInUseError: another run holds the folder.
@@ -59,22 +61,23 @@ class RunSaver(ABC):
                 self._releases[store.root] = weakref.finalize(self, store.lease.release)
 
     def release(self, *roots: Path) -> None:
-        """Release folders, all by default. Local."""
+        """Release the leases of folders, by default of all. Local."""
         for root in roots or tuple(self._owned):
             self._owned.pop(root, None)
             if root in self._releases:
                 self._releases.pop(root)()
 
     def pass_on(self) -> None:
-        """Pass the folders on to the run that was resumed. Local."""
+        """Give the leases of all folders to the run that was resumed, whose id this run now has. Local."""
         for store in self._owned.values():
             if store.lease is not None:
                 store.lease.pass_to(self._line().run_id)
 
     def store(self, folder: Location | None) -> CheckpointStore:
-        """Open a folder, with its lease if the run owns it. None opens the folder where this run saves by default.
+        """Open the store of a folder, with the folder's lease if this run holds it. Local.
 
-        Local.
+        Args:
+            folder: folder of checkpoints. None: the folder where this run saves by default.
         """
         store = checkpoint.CheckpointStore(self._home() if folder is None else folder)
         return self._owned.get(store.root, store)
@@ -94,19 +97,19 @@ class RunSaver(ABC):
         keeper: Any = None,
         **info: Any,
     ) -> PendingSave:
-        """Save the run in its current state. `finish` returns the checkpoint or raises the error.
+        """Save the run in its current state; pass the result to `finish` for the checkpoint or the error. Collective.
 
         Args:
-            folder: folder to save in; None for the run's default.
-            name: the folder's name, without its attempt; None for `step-<8 digits>`.
-            weights_only: whether to leave out what only a resumed run needs.
-            background: whether to copy the state now and do the rest in the background. Only one such save runs at a
+            folder: folder to save in. None: the folder where this run saves by default.
+            name: name of the checkpoint's folder, without "-<attempt>". None: `step-<8 digits>`.
+            weights_only: whether to save only the weights, without the state that a resumed run needs.
+            background: whether to copy the state now, and to write it in the background. Only one such save runs at a
                 time; the next one waits for it.
-            keep: policy by which older checkpoints are deleted once the new one has verified; None deletes none by
-                policy.
-            known: checkpoints in this folder from which `keep` chooses, oldest first.
-            drop: further checkpoints to delete then.
-            keeper: callback that asked for this save, for `newest`; None if no callback lists the save.
+            keep: policy that decides which older checkpoints are deleted after the new one has been verified. None: no
+                checkpoint is deleted by a policy.
+            known: checkpoints in this folder that the policy decides about, oldest first.
+            drop: further checkpoints to delete after the new one has been verified.
+            keeper: callback that requested this save, for `newest`; None if no callback lists the checkpoint.
             info: JSON values for the manifest, such as monitor, mode and score.
         """
         newest = None if keeper is None or weights_only else self.newest
@@ -117,7 +120,7 @@ class RunSaver(ABC):
             if self._background is not None:
                 self._background.wait()
             store = self.store(folder)
-            # before the first save of this run there, remove what killed processes left
+            # Before the first save into a folder, remove the unfinished saves of killed processes.
             if store.root not in self._swept:
                 self._swept.add(store.root)
                 store.clean_stale()
@@ -147,13 +150,14 @@ class RunSaver(ABC):
         return pending
 
     def finish(self, pending: PendingSave) -> Path:
-        """Wait for a save, and report its checkpoint. Collective: all ranks call it.
+        """Wait for a save, and pass its checkpoint to the loggers. Collective: all ranks call it.
 
         Returns:
-            The checkpoint. It has verified if it was saved in the background or if older ones were deleted.
+            The checkpoint. It has been verified if it was saved in the background or if older ones were deleted.
 
         Raises:
-            BaseException: error of the save, on all ranks. `pending.path` is set if only a deletion failed.
+            BaseException: the error of the save, on all ranks. If only the deletion of an older checkpoint failed,
+                `pending.path` is set.
         """
         try:
             with self._saving() if pending.background else nullcontext():
@@ -164,7 +168,7 @@ class RunSaver(ABC):
         except BaseException:
             if self.newest is not None and pending.keeper is not None:
                 self.newest.note(None)
-            if pending.path is not None:  # the new checkpoint is valid, although an older one could not be deleted
+            if pending.path is not None:  # the save worked, but an older checkpoint could not be deleted
                 self._committed(pending.path, pending.weights_only)
             raise
         path = cast("Path", pending.path)
@@ -172,16 +176,16 @@ class RunSaver(ABC):
         return path
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for a running save, at most for this time. Local."""
+        """Wait for a running save, at most `timeout_s` seconds (None: no limit), and end the thread. Local."""
         saver, self._background = self._background, None
         if saver is not None:
             saver.close(timeout_s)
 
-    # ---- what a run is
+    # ---- methods that a subclass implements for its kind of run
 
     @abstractmethod
     def _line(self) -> Line:
-        """Return the run's line."""
+        """Return the line of checkpoints that lead to the run's current state."""
 
     @abstractmethod
     def _home(self) -> Path:
@@ -189,19 +193,19 @@ class RunSaver(ABC):
 
     @abstractmethod
     def _collect(self, weights_only: bool, info: dict[str, Any]) -> tuple[int, Callable[[BaseWriter], None], Any]:
-        """Collect this rank's state. Collective: all ranks call it.
+        """Collect the state of this rank. Collective: all ranks call it.
 
         Returns:
-            The global step; a function that writes this rank's files, waits for no other rank, and may be called again
-            after a short fault; and `info` with further values of the run.
+            The global step; a function that writes this rank's files, which waits for no other rank and may be called
+            again after a temporary error; and `info` with further values of the run.
         """
 
     def _saving(self) -> AbstractContextManager[Any]:
-        """Return a context in which the run is saved."""
+        """Return a context manager for the time of a save."""
         return nullcontext()
 
-    def _prepare(self, weights_only: bool) -> None:  # noqa: B027  not every run has something to do
-        """Bring the run into a state that can be collected."""
+    def _prepare(self, weights_only: bool) -> None:  # noqa: B027  not every run needs it
+        """Prepare the run for `_collect`, before a save begins."""
 
-    def _committed(self, path: Path, weights_only: bool) -> None:  # noqa: B027  not every run shows it
-        """Report a checkpoint to loggers and others that must know it."""
+    def _committed(self, path: Path, weights_only: bool) -> None:  # noqa: B027  not every run needs it
+        """Called for each complete checkpoint, such as to pass it to the loggers."""

@@ -1,4 +1,4 @@
-"""Scan of a folder of checkpoints, and the choice of one by a keyword such as "last". There is no index file."""
+"""List the checkpoints in a folder by reading their manifests, and find one by its path; there is no index file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CheckpointInfo:
     Args:
         path: folder of the checkpoint.
         step: global step of the save.
-        attempt: number of the save among those of that step.
-        manifest: content of its manifest.
+        attempt: number of this save among the saves of the same step.
+        manifest: content of the checkpoint's manifest.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class CheckpointInfo:
 
     @property
     def kind(self) -> str:
-        """`"full"` if a run can continue from it, `"weights"` for the model only."""
+        """`"full"` if a run can resume from the checkpoint, `"weights"` if it has only the model's weights."""
         return str(self.manifest.info.get("kind", "full"))
 
 
@@ -46,17 +46,17 @@ _SIGN = {"min": 1.0, "max": -1.0}
 def best_first(
     found: Sequence[CheckpointInfo], monitor: str | None = None, mode: str | None = None
 ) -> list[CheckpointInfo]:
-    """Sort by the monitored score, best first and the older first among equals, as ModelCheckpoint does.
+    """Sort checkpoints by score, best first, as ModelCheckpoint does; if scores are equal, the older one is better.
 
-    A checkpoint without a score, or with nan, is left out: it is never the best.
+    A checkpoint without a score, or with a score of nan, is left out.
 
     Args:
         found: result of a scan, newest first.
-        monitor: the metric; None if all checkpoints were scored by the same one.
-        mode: "min" or "max", to choose if the checkpoints were scored by both.
+        monitor: name of the metric. None: all checkpoints have scores of the same metric.
+        mode: "min" or "max"; needed only if the checkpoints have scores of both modes.
 
     Raises:
-        CheckpointError: the scores are of different metrics or modes, and neither argument chooses one.
+        CheckpointError: the scores are of different metrics or modes, and no argument chooses one of them.
 
     Example:
         >>> best_first([])
@@ -77,7 +77,7 @@ def best_first(
             f"these checkpoints were scored by different rules: {', '.join(f'{n} ({m})' for n, m in sorted(meant))}. "
             "Say which one is meant with monitor=... and mode=..., or give the path."
         )
-    # Sorting is stable, so the oldest stays first among equals.
+    # The sort is stable, so that of equal scores the older checkpoint stays first.
     return [
         info
         for rule in meant
@@ -86,7 +86,7 @@ def best_first(
 
 
 def check_keyword(keyword: str) -> str:
-    """Return the keyword; raise a SettingError if it is unknown."""
+    """Return the keyword for `ckpt_path`, such as "last"; raise a SettingError if it is unknown."""
     if keyword not in ("last", "best", "auto"):
         raise SettingError(
             f"{keyword!r} names no checkpoint. Use a path, 'last', 'best' or 'auto'.", field="ckpt_path", got=keyword
@@ -96,11 +96,11 @@ def check_keyword(keyword: str) -> str:
 
 @dataclass(frozen=True)
 class Broken:
-    """A folder that was a checkpoint, or a part of one, and cannot be used.
+    """A folder of a checkpoint that is damaged or incomplete, so that it cannot be used.
 
     Args:
-        path: the folder.
-        problem: what is wrong with it.
+        path: path of the folder.
+        problem: description of the damage.
     """
 
     path: Path
@@ -108,12 +108,12 @@ class Broken:
 
     @property
     def damage(self) -> str:
-        """Message for the user who asked for the checkpoint."""
+        """Error message for a user who has requested this checkpoint."""
         return f"{self.path} is damaged: {self.problem}. `instep checkpoint verify {self.path}` says what of it is."
 
 
 def folder_names(root: Path) -> list[str]:
-    """List the folders in a folder, also hidden ones; empty if it does not exist."""
+    """Return the names of the folders in a folder, including hidden ones; empty if the folder does not exist."""
     try:
         return patiently(lambda: files_of(root).folders(root))
     except OSError as error:
@@ -121,17 +121,17 @@ def folder_names(root: Path) -> list[str]:
 
 
 def list_checkpoints(*roots: Path) -> list[CheckpointInfo | Broken]:
-    """List the checkpoints of some folders and the remains of broken ones, last saved first.
+    """Return the checkpoints in some folders, intact and broken, the last saved first.
 
-    A broken checkpoint is sorted by its name, before all with a lower (step, attempt). If its name has no step, it
-    comes first, since it may be the newest.
+    A broken checkpoint is placed by the step and attempt in its name, before all checkpoints with a lower step or
+    attempt. If its name has no step, it comes first, since it may be the newest.
     """
     found = [pair for root in roots for pair in _ordered(root)]
     return [what for _, what in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
 def _ordered(root: Path) -> list[tuple[tuple[int, float, int, str], CheckpointInfo | Broken]]:
-    """List the checkpoints of a folder, each with its sort key."""
+    """Return the checkpoints of a folder, each with its sort key."""
     whole: list[CheckpointInfo] = []
     broken: list[tuple[float, int, Broken]] = []
     for name in folder_names(root):
@@ -159,13 +159,13 @@ def _ordered(root: Path) -> list[tuple[tuple[int, float, int, str], CheckpointIn
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about other checkpoints in a folder that a save needs.
+    """What a save must know about another checkpoint in its folder.
 
     Args:
-        name: name of the folder.
+        name: name of the checkpoint's folder.
         step: global step from the manifest, or from the name if the manifest was not read.
-        attempt: number of the save among those of that step.
-        run_id: run that saved it; None if the manifest was not read.
+        attempt: number of the save among the saves of the same step.
+        run_id: id of the run that saved the checkpoint; None if the manifest was not read.
         serial: serial number of the save; 0 if the manifest was not read.
     """
 
@@ -176,20 +176,20 @@ class Facts:
     serial: int = 0
 
 
-_Stamp = tuple[int, int, int]  # a manifest's time of change, size and inode
-_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}  # facts about the folders that were listed last
+_Stamp = tuple[int, int, int]  # modification time, size and inode of a manifest
+_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}  # cache for the folders that were listed last
 _INDEXED = 16
 
 
 def facts(root: Path, by_name: bool = False) -> list[Facts]:
-    """List the checkpoints of a folder, last saved first. This process reads each manifest once.
+    """Return the facts about all checkpoints in a folder, the last saved first, for use by a save.
 
-    Facts that were read are valid as long as the manifest is the same file. They are not used for loading:
-    `list_checkpoints` and the reader read every manifest again.
+    The facts are cached, and a manifest is read again only if its file has changed. Loading does not use this cache:
+    `list_checkpoints` and `Reader` read every manifest again.
 
     Args:
-        root: the folder.
-        by_name: whether to take the step from a folder's name, if possible, without reading its manifest.
+        root: folder of the checkpoints.
+        by_name: whether to take step and attempt from the folder's name, if possible, without reading the manifest.
 
     Raises:
         CheckpointError: the folder cannot be listed.
@@ -224,7 +224,7 @@ def facts(root: Path, by_name: bool = False) -> list[Facts]:
 
 
 def _stamp(manifest: str) -> _Stamp | None:
-    """Return a stamp of a file, which differs for a later file of the same name; None if it is missing."""
+    """Return modification time, size and inode of a manifest, by which a change is noticed; None if missing."""
     try:
         seen = os.stat(manifest)
     except OSError:
@@ -233,7 +233,7 @@ def _stamp(manifest: str) -> _Stamp | None:
 
 
 def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
-    """Read the manifest of a folder, or return what is wrong with it."""
+    """Return the manifest of a folder and ""; or None and a text that says what is wrong with the manifest."""
     try:
         return read_manifest(folder), ""
     except CheckpointError as error:
@@ -241,12 +241,12 @@ def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
 
 
 def is_checkpoint(path: Location) -> bool:
-    """Return True if a path is a folder with a readable manifest.
+    """Return True if a path is a folder with a valid manifest.
 
-    The other files are not read: `CheckpointStore.verify` reads them.
+    The other files are not checked; `CheckpointStore.verify` does that.
 
     Args:
-        path: a path or URL.
+        path: path or URL of a folder.
 
     Example:
         >>> is_checkpoint("no/such/folder")
@@ -256,20 +256,21 @@ def is_checkpoint(path: Location) -> bool:
 
 
 def find_checkpoint(path: Location) -> Path:
-    """Find the checkpoint that a path means: the folder itself, or the latest attempt of a name without a number.
+    """Find a checkpoint by the path of its folder, with or without "-<attempt>" at the end.
 
     Args:
-        path: a path such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>". If these have several
-            steps and were ranked by a metric, the best one of the run that saved last is returned. A ".ckpt" at the end
-            is allowed, as in Lightning: "runs/last.ckpt" is the newest checkpoint in "runs" if none has that name.
+        path: path such as "runs/best-2"; or "runs/best" for the folder "runs/best-<attempt>" with the highest number.
+            If these folders are of different steps and have scores, the best one of the run that saved last is
+            returned. A ".ckpt" at the end is ignored, for Lightning's users: "runs/last.ckpt" is the newest checkpoint
+            in "runs" if no checkpoint has that name.
 
     Returns:
-        A folder with a readable manifest.
+        A folder with a valid manifest.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint; the text says what is there.
-        CorruptCheckpointError: the only attempts are damaged; `path` is the latest of them.
-        CheckpointError: the attempts were ranked by different metrics.
+        CheckpointNotFoundError: there is no such checkpoint; the message says what is there.
+        CorruptCheckpointError: all folders with that name are damaged; its `path` is the latest of them.
+        CheckpointError: the folders with that name have scores of different metrics.
 
     Example:
         >>> import tempfile
@@ -309,9 +310,9 @@ def find_checkpoint(path: Location) -> Path:
 
 
 def _meant(attempts: Sequence[CheckpointInfo]) -> CheckpointInfo:
-    """Return the checkpoint that a name without its attempt means.
+    """Choose one of the checkpoints whose names differ only in the attempt number.
 
-    A fixed name, such as "best", may be shared by all checkpoints that one ModelCheckpoint saves.
+    With a fixed `filename` such as "best", all checkpoints of a ModelCheckpoint have such names.
     """
     newest = max(attempts, key=lambda info: info.manifest.order)
     line = Line.of(newest.manifest)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, which are saved completely or not at all, found by scanning, and verified before use."""
+"""`CheckpointStore`: save, list, verify, open and delete the checkpoints of one folder."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ T = TypeVar("T")
 
 
 class CheckpointStore:
-    """Checkpoints of one folder.
+    """The checkpoints of one folder, which are saved completely or not at all, and verified before use.
 
-    Methods marked *collective* must be called by all ranks, and return the same on each: rank 0 looks at the disk and
-    tells the others. All other methods are local. With several nodes the folder must be on a shared file system.
+    Methods marked *collective* must be called by all ranks, and return the same result on each: rank 0 reads the disk
+    and broadcasts. All other methods are local. With several nodes the folder must be on a shared file system.
 
     Args:
-        root: the folder, or its URL ("s3://bucket/run"). The first save creates it.
-        files: the file operations, in which a test can inject faults. Default: those of the root's file system.
-        ranks: the ranks that act together. Default: all of them, on the training thread.
-        lease: right to write there, which rank 0 checks before every commit and deletion. Without one, the caller must
-            make sure that nobody else writes there.
+        root: folder of the checkpoints, or its URL ("s3://bucket/run"). The first save creates it.
+        files: file operations, in which tests can inject errors. None: those of the folder's file system.
+        ranks: process group of the ranks that save together. None: all ranks, on the training thread.
+        lease: lease of the folder, which rank 0 checks before every commit and deletion. Without a lease, the caller
+            must make sure that no other program writes into the folder.
 
     Example:
         >>> import tempfile
@@ -72,18 +72,19 @@ class CheckpointStore:
     def __init__(
         self, root: Location, files: Files | None = None, *, ranks: RankGroup | None = None, lease: Lease | None = None
     ) -> None:
-        self.root = to_path(root).absolute()  # a later chdir must not move it
+        self.root = to_path(root).absolute()  # independent of later changes of the working directory
         self.files = files if files is not None else files_of(self.root)
         self.ranks = ranks if ranks is not None else RankGroup()
         self.lease = lease
 
     def own(self, run_id: str) -> None:
-        """Take the folder, and create it if necessary. `lease.release()` gives it back. Collective: all ranks call it.
+        """Take the lease of the folder, and create the folder if it does not exist. Collective: all ranks call it.
 
-        This also proves that the folder can be written to and that all ranks see it.
+        This also checks that the folder can be written to and that all ranks see it. `lease.release()` releases the
+        lease.
 
         Args:
-            run_id: the run that saves.
+            run_id: id of the run that saves.
 
         Raises:
             FolderInUseError: another run holds the folder.
@@ -113,31 +114,29 @@ class CheckpointStore:
         run_id: str = "",
         line: Line | None = None,
     ) -> Path:
-        """Save a checkpoint. When this returns, all of it is on the disk; after an error, nothing of it is left.
+        """Save a checkpoint, and wait until all of it is on the disk. Collective: all ranks call it.
 
-        Collective.
-
-        Every rank calls `write`, which must not wait for another rank. If it raises on any rank, or the disk is full,
-        the save fails on all of them, what was written is removed, and the older checkpoints are untouched. After a
-        fault that may pass by itself (of a network or server), a warning is given, and after a pause all ranks call
-        `write` again for another folder, at most twice.
+        Every rank calls `write`, which must not wait for another rank. If `write` raises an error on any rank, or the
+        disk is full, the save fails on all ranks, the files that were written are removed, and the older checkpoints
+        are not changed. After an error that may be temporary (of a network or server), rank 0 warns, and after a pause
+        all ranks call `write` again for another folder, at most twice.
 
         Args:
             step: the global step; the same on every rank.
             write: function that writes this rank's files.
-            info: JSON values to keep in the manifest: kind ("full" or "weights"), epoch, monitor, mode, score, ...
-                Rank 0's are taken.
-            name: the folder's name before "-<attempt>"; default "step-<8 digits>".
-            run_id: the run that saves.
-            line: line of the run, in place of `run_id`.
+            info: JSON values to store in the manifest: kind ("full" or "weights"), epoch, monitor, mode, score and so
+                on; those of rank 0 are used.
+            name: name of the folder without "-<attempt>". None: "step-<8 digits>".
+            run_id: id of the run that saves.
+            line: the checkpoints that lead to the run's state; if given, `run_id` is not used.
 
         Returns:
-            The folder.
+            The folder of the checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint could not be written; the text has path and bytes.
-            UnsavableStateError: a state holds something that cannot be encoded.
-            RemoteError: another rank failed; the text has that rank's traceback.
+            CheckpointError: the checkpoint could not be written; the message has path and bytes.
+            UnsavableStateError: a state contains a value that cannot be encoded.
+            RemoteError: another rank failed; the message has that rank's traceback.
         """
         saved: Path | _FailedTries = _FailedTries(0, 0, "")
         line = Line(run_id) if line is None else line
@@ -146,7 +145,7 @@ class CheckpointStore:
         return saved
 
     def scan(self) -> list[CheckpointInfo]:
-        """List the checkpoints with a readable manifest, last saved first. Local.
+        """Return the checkpoints with a valid manifest, the last saved first. Local.
 
         Returns:
             The checkpoints; empty if the folder does not exist.
@@ -157,24 +156,24 @@ class CheckpointStore:
         return [found for found in list_checkpoints(self.root) if isinstance(found, CheckpointInfo)]
 
     def last_run(self) -> str | None:
-        """Return the run that held the folder last, before this process took it; None if unknown. Collective."""
+        """Return the id of the run that held the folder's lease before this process; None if unknown. Collective."""
         return self.ranks.on_rank_zero(lambda: last_run(self.root, self.files), f"looking for the lease of {self.root}")
 
     def verify(self, path: Location) -> list[str]:
-        """List what is wrong with a checkpoint; empty if every byte of it is as it was written. Local."""
+        """Return a list of what is wrong with a checkpoint; empty if all its bytes match their checksums. Local."""
         return folder_problems(self._inside(path))
 
     def verify_together(self, path: Location) -> list[str]:
-        """List what is wrong with a checkpoint; each file is read by one rank. Collective: all ranks call it."""
+        """Return a list of what is wrong with a checkpoint, where each file is read by one rank. Collective."""
         folder = self._inside(path)
         manifest, problem = self.ranks.on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
         return [problem] if manifest is None else self._problems(folder, manifest)
 
     def open_verified(self, path: Location) -> Reader:
-        """Open a checkpoint after verifying all of it, each file by one rank. Collective: all ranks call it.
+        """Verify a whole checkpoint, where each file is read by one rank, and open it. Collective: all ranks call it.
 
         Args:
-            path: the folder, or its name in this store.
+            path: folder of the checkpoint, or the folder's name in this store.
 
         Returns:
             A reader that does not verify the files again.
@@ -193,17 +192,17 @@ class CheckpointStore:
     def newest_verified(
         self, kind: str | None = None, job: str | None = None, also: Sequence[Path] = ()
     ) -> Reader | None:
-        """Open the newest checkpoint that verifies. Collective: all ranks call it.
+        """Open the newest checkpoint that can be verified. Collective: all ranks call it.
 
-        Newer ones that do not verify are skipped, with a warning that says what is wrong.
+        Newer checkpoints that are damaged are skipped, with a warning that says what is wrong.
 
         Args:
-            kind: "full" or "weights"; None takes both.
-            job: job in the checkpoints' manifests; None takes all.
-            also: further folders to look in.
+            kind: kind of the checkpoint: "full" or "weights". None: any kind.
+            job: job id in the checkpoint's manifest. None: any job.
+            also: further folders to search.
 
         Returns:
-            A reader of the checkpoint; None if there is none.
+            A reader of the checkpoint; None if there is no such checkpoint.
         """
 
         def look_for_them() -> list[CheckpointInfo | Broken]:
@@ -223,25 +222,25 @@ class CheckpointStore:
         line: Line | None = None,
         also: Sequence[Path] = (),
     ) -> Reader | None:
-        """Open the checkpoint that a keyword means. It has always verified. Collective: all ranks call it.
+        """Verify and open the checkpoint for a keyword: "last", "best" or "auto". Collective: all ranks call it.
 
         Args:
-            keyword: "last": the one saved last. "best": by the score in the manifests; nan is never the best. "auto":
-                like "last", but None if there is nothing to continue from.
-            kind: "full" or "weights"; None takes both, and only "full" for "auto".
-            monitor: metric for "best", if the checkpoints were scored by several.
-            mode: "min" or "max", if they were scored by both.
-            line: line of the run to which the search is limited. Default: the run that saved last; if none of its
-                checkpoints verifies, other runs follow for "last" and "auto".
-            also: further folders to look in.
+            keyword: "last": the checkpoint that was saved last. "best": the one with the best score in its manifest;
+                nan is never the best. "auto": like "last", but None if there is no checkpoint.
+            kind: kind of the checkpoint: "full" or "weights". None: any kind, but only "full" for "auto".
+            monitor: metric for "best"; needed only if the checkpoints have scores of several metrics.
+            mode: "min" or "max" for "best"; needed only if the checkpoints have scores of both modes.
+            line: the line of the run to search; other checkpoints are ignored. None: the run that saved last, and for
+                "last" and "auto" the other runs after it, if none of its checkpoints can be verified.
+            also: further folders to search.
 
         Returns:
             A reader that does not verify the files again; None only for "auto".
 
         Raises:
             SettingError: the keyword is unknown.
-            CorruptCheckpointError: there are such checkpoints, and none of them verifies.
-            CheckpointNotFoundError: there is no such checkpoint ("last" and "best").
+            CorruptCheckpointError: all such checkpoints are damaged.
+            CheckpointNotFoundError: there is no such checkpoint (only for "last" and "best").
         """
         check_keyword(keyword)
         kind = "full" if keyword == "auto" and kind is None else kind
@@ -262,7 +261,7 @@ class CheckpointStore:
             )
         if chosen is not None:
             return chosen
-        # an error and not None, since a run would begin again at step 0 beside checkpoints that may be repaired
+        # An error even for "auto": with None, a run would begin at step 0, although its checkpoints may be repaired.
         if broken:
             afresh = ", or move them away to start afresh" if keyword == "auto" else ""
             raise CorruptCheckpointError(
@@ -279,10 +278,10 @@ class CheckpointStore:
         raise CheckpointNotFoundError(f"{keyword!r}: {where} has no checkpoint {what}{of_run}", path=self.root)
 
     def read(self, path: Location, verify: bool = True) -> Reader:
-        """Open a checkpoint. Local: the process verifies each file when it first reads it.
+        """Open a checkpoint, whose files are verified when this process first reads them. Local.
 
         Args:
-            path: the folder, or its name in this store.
+            path: folder of the checkpoint, or the folder's name in this store.
             verify: whether to verify files. Pass False only if this job has verified the checkpoint.
 
         Raises:
@@ -292,7 +291,7 @@ class CheckpointStore:
         return Reader(self._inside(path), verify)
 
     def delete(self, path: Location) -> None:
-        """Delete a checkpoint: it vanishes at one instant, then is removed. Do nothing if it is gone. Collective.
+        """Delete a checkpoint, which disappears atomically; do nothing if it does not exist. Collective.
 
         Raises:
             CheckpointError: the checkpoint is not in this store, or could not be removed.
@@ -301,22 +300,22 @@ class CheckpointStore:
         self.ranks.on_rank_zero(lambda: self._delete(folder), f"deleting {folder}")
 
     def sweep(self, of_other_hosts: bool = False) -> list[Path]:
-        """Remove what dead processes have left. Collective: all ranks call it.
+        """Remove the folders of unfinished saves and deletions whose processes have ended. Collective.
 
         Args:
-            of_other_hosts: whether to also remove what processes of other hosts have left, although they may still be
-                writing. Only for the owner of a folder to which nobody else can be writing.
+            of_other_hosts: whether to remove folders of processes on other hosts too, although they may still run. Pass
+                True only if no other process can be writing into the folder.
 
         Returns:
             The removed folders.
 
         Raises:
-            CheckpointError: something could not be removed.
+            CheckpointError: a folder could not be removed.
         """
         return self.ranks.on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
 
     def clean_stale(self) -> None:
-        """Sweep, and only warn if that fails, since a save must not fail because of it. Collective."""
+        """Call `sweep`, and warn instead of raising an error, so that the following save does not fail. Collective."""
         try:
             self.sweep(of_other_hosts=self.lease is not None)
         except (CheckpointError, RemoteError) as error:
@@ -332,9 +331,9 @@ class CheckpointStore:
         line: Line,
         before: _FailedTries,
     ) -> Path | _FailedTries:
-        """Try to save once. After a passing fault, all ranks learn of it by the same messages.
+        """Try to save once; return the folder, or a record of the failed try if the error may be temporary.
 
-        The last try raises it.
+        All ranks return the same. At the last try, an error is raised instead.
         """
         begun = self.ranks.on_rank_zero(
             lambda: before.or_again(lambda: self._begin(step, name, before), before.attempt), "starting a checkpoint"
@@ -365,7 +364,7 @@ class CheckpointStore:
         )
         return final if done is None else done
 
-    # The next methods run on rank 0 only.
+    # The following methods run on rank 0 only.
 
     def _begin(self, step: int, name: str | None, before: _FailedTries) -> tuple[Path, Path, int]:
         if before.tries:
@@ -374,10 +373,10 @@ class CheckpointStore:
                 f"saving step {step} failed, and is tried again in another folder: {before.why}",
             )
         base = names.base_name(step, name)
-        self._check_lease()  # raises if the folder was taken over, so that it is not created again
+        self._check_lease()  # before the folder is created: another run may have taken it over
         try:
             self.files.make_root(self.root)
-            # All saves of a step are numbered together, so that folders with other names have a certain order too.
+            # All saves of a step get different attempt numbers, even with other names, so that their order is known.
             used = [other.attempt for other in facts(self.root, by_name=True) if other.step == step]
             used += [parts[1] for parts in map(names.split_name, folder_names(self.root)) if parts and parts[0] == base]
             attempt = max([*used, before.attempt]) + 1
@@ -385,7 +384,7 @@ class CheckpointStore:
                 final = self.root / f"{base}-{attempt}"
                 try:
                     return self.files.begin(final), final, attempt
-                except FileExistsError:  # another save has just created it
+                except FileExistsError:  # another save has just created the folder
                     attempt += 1
         except OSError as error:
             raise CheckpointError(
@@ -438,10 +437,10 @@ class CheckpointStore:
             raise
 
     def _next_serial(self, line: Line) -> int:
-        """Return a number above those of all saves of the run and of the folder, which its owner scans only once."""
+        """Return a serial number higher than those of all saves of the run and of the folder."""
         known = None if self.lease is None else self.lease.serial
         if known is None:
-            known = max((other.serial for other in facts(self.root)), default=0)  # includes copied checkpoints
+            known = max((other.serial for other in facts(self.root)), default=0)  # also of copied checkpoints
         return 1 + max(known, line.serial)
 
     def _delete(self, folder: Path) -> None:
@@ -471,22 +470,21 @@ class CheckpointStore:
             self.lease.check()
 
     def _remove_quietly(self, folder: Path, renamed: Path | None = None) -> None:
-        """Remove a folder during another error, which a second error must not hide.
+        """Remove the folder of a failed save; warn instead of raising, so that the error of the save is not hidden.
 
         Args:
-            folder: folder that a save wrote to.
-            renamed: folder that it may have been renamed to; it is not known whether the disk has the rename. None if
-                not renamed.
+            folder: folder that the save has written to.
+            renamed: final folder, if an attempt was made to rename `folder` to it, which may have succeeded; else None.
         """
         try:
             self.files.delete(folder if renamed in (None, folder) or folder.exists() else renamed)
         except OSError as error:
             warn_user(f"could not remove {folder}, which a failed save left: {error}. The next sweep() removes it.")
 
-    # The next methods run on all ranks.
+    # The following methods run on all ranks.
 
     def _problems(self, folder: Path, manifest: Manifest) -> list[str]:
-        """List what is wrong with the files of a checkpoint; each is read by one rank. Collective."""
+        """Return a list of what is wrong with a checkpoint's files, each of which one rank reads. Collective."""
         rank, world_size = self.ranks.rank_and_size()
         by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
         problems: list[str | None] = []
@@ -496,7 +494,7 @@ class CheckpointStore:
         return [problem for problem in every if problem is not None]
 
     def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[Reader | None, list[str]]:
-        """Open the first candidate that verifies, and return what is wrong with each one before it."""
+        """Open the first checkpoint that can be verified; return its reader and texts about the damaged ones before."""
         broken: list[str] = []
         for candidate in candidates:
             if isinstance(candidate, Broken):
@@ -517,10 +515,10 @@ class CheckpointStore:
 
 @dataclass(frozen=True)
 class _FailedTries:
-    """Tries of a save so far, all of which failed by faults that may pass by themselves."""
+    """The tries of a save so far, which have all failed by errors that may be temporary."""
 
     tries: int
-    attempt: int  # highest attempt number that was used
+    attempt: int  # highest attempt number used by these tries
     why: str
 
     @property
@@ -531,7 +529,7 @@ class _FailedTries:
         return _FailedTries(self.tries + 1, attempt, why)
 
     def or_again(self, act: Callable[[], T], attempt: int) -> T | _FailedTries:
-        """Call `act`; return its result, or a record that another try is needed."""
+        """Call `act` and return its result; after a temporary error, return the record with one more failed try."""
         try:
             return act()
         except CheckpointError as error:
@@ -548,10 +546,10 @@ def _candidates(
     line: Line | None,
     holder: str | None,
 ) -> tuple[Sequence[CheckpointInfo | Broken], int]:
-    """Return the checkpoints that a keyword may mean, in the order to try, and the number of other runs.
+    """Return the checkpoints to try for a keyword, in this order, and the number of other runs in the folder.
 
-    The run that saved last is the one that last held the folder. Serial numbers alone do not show this, since a copied
-    checkpoint has the number of another folder.
+    The run that saved last is the run that last held the folder's lease. Serial numbers alone do not show this, since a
+    copied checkpoint has a serial number of another folder.
     """
     whole = [one for one in found if isinstance(one, CheckpointInfo)]
     fitting = [one.manifest for one in whole if kind in (None, one.kind)]
@@ -572,7 +570,7 @@ def _candidates(
 def _joined(
     parts: Sequence[tuple[int, dict[str, FileRecord]]], sizes: Mapping[str, int], folder: Path
 ) -> dict[str, FileRecord]:
-    """Join the records of all ranks, and compare them with what rank 0 sees."""
+    """Join the file records of all ranks, and check that rank 0 sees these files with the same sizes."""
     steps = {step for step, _ in parts}
     if len(steps) > 1:
         each = ", ".join(f"rank {rank}: {step}" for rank, (step, _) in enumerate(parts))

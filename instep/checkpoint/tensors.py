@@ -1,10 +1,10 @@
-"""Tensors in one safetensors file. Writing is done here, to hash at the same time; the `safetensors` library reads.
+"""Write and read tensors as a safetensors file. instep writes it, to compute checksums; the library reads it.
 
-The file is an ordinary safetensors file. Three entries of its metadata are instep's: `instep.aliases` (a JSON object:
-other name -> name under which a shared tensor is stored), `instep.dtypes` (name -> torch dtype of a tensor that is
-stored as raw bytes, because the format has no such dtype) and `instep.shards` (name -> `shape` of the whole tensor of
-which this is a part, and `flat` where it is a run of elements). The position of each part is in torch's own entry, so
-that torch.distributed.checkpoint can read boxes too.
+The file is an ordinary safetensors file. Three entries of its metadata are instep's, each with a JSON object:
+`instep.aliases` (further name of a tied tensor -> name under which it is stored), `instep.dtypes` (name -> torch dtype
+of a tensor that is stored as raw bytes, because the format does not have the dtype) and `instep.shards` (name ->
+`shape` of the whole tensor of which the file has a part, and `flat` if the part is a range of elements). The position
+of each part is in torch's own entry, so that torch.distributed.checkpoint can read rectangular parts too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARDS = "instep.shards"
 OFFSETS = "DCP_SHARDING_INFO"  # key that torch.distributed.checkpoint's HuggingFaceStorageWriter writes
 _RESERVED = "__metadata__"
 
-# By name, since an older torch lacks some of these dtypes.
+# Dtypes are given by name, since older versions of torch do not have all of them.
 FORMAT_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -54,24 +54,24 @@ FORMAT_NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_SUMMED_ELEMENTS = 2**22  # elements that are summed at a time
+_SUMMED_ELEMENTS = 2**22  # number of elements that are summed at a time
 _FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd numbers with well mixed bits
 _RAW_NAMES = {"complex128", "complex32", "float4_e2m1fn_x2"}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a tensor, or a run of its elements, which is written by the rank that holds it.
+    """A part of a tensor that this rank holds: a rectangular box, or a range of elements of the flattened tensor.
 
-    A state may contain a Shard in place of a tensor. The writer stores the part, and a reader of the whole checkpoint
+    A state may contain a Shard in place of a tensor. Each rank's writer stores its part, and a reader of the checkpoint
     gets the whole tensor, whichever ranks wrote its parts.
 
     Args:
         local: the part, as a plain tensor on any device.
         shape: shape of the whole tensor.
-        offsets: where the box begins, one number per dimension of `shape`. With `flat`, one number: the element at
-            which a 1-dim part of the flattened tensor begins.
-        flat: whether `local` is such a run of elements.
+        offsets: index of the box's first element in each dimension of `shape`. With `flat`, one number: the index of
+            the first element in the flattened tensor.
+        flat: whether `local` is a 1-dim range of elements of the flattened tensor.
 
     Example:
         >>> Shard(torch.ones(2, 3), shape=(4, 3), offsets=(2, 0)).offsets
@@ -93,12 +93,12 @@ class Shard:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """Shape of the whole tensor, and place of the part in it."""
+        """Shape of the whole tensor, offsets of the part in it, and whether the part is flat."""
         return tuple(self.shape), tuple(self.offsets), self.flat
 
 
 class StoredTensor(Protocol):
-    """A tensor of a checkpoint that is read when it is used. It may be spread over many files."""
+    """A tensor in a checkpoint, perhaps in parts in several files, which is read only when `read` is called."""
 
     @property
     def shape(self) -> torch.Size:
@@ -107,39 +107,39 @@ class StoredTensor(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its elements in the file."""
+        """dtype of the tensor in the file."""
         ...
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the tensor, or a box of it, on the CPU, into new memory. Only the bytes of the box are read.
+        """Read the tensor, or a rectangular box of it, into new CPU memory. Only the bytes of the box are read.
 
         Args:
-            box: a slice with start and stop per dimension; None for all of it.
+            box: a slice with start and stop for each dimension. None: the whole tensor.
         """
         ...
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without `torch.`."""
+    """Return the name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype with this name; raise ValueError if this torch has none."""
-    dtype = vars(torch).get(name)  # not getattr, since the names of torch's modules would be imported
+    """Return the dtype with this name; raise ValueError if this version of torch does not have it."""
+    dtype = vars(torch).get(name)  # not getattr, which would import a module of torch with this name
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return dtype
 
 
 def content_sum(part: Tensor | Shard) -> int:
-    """Return a 64-bit sum over the elements of a tensor, by which its values can be compared.
+    """Return a 64-bit checksum of a tensor's values that does not depend on how the tensor is split into parts.
 
-    Each element adds a number that depends on its bits and on its place in the whole tensor. So the sums of a tensor's
-    parts add up to the sum of the whole, modulo 2**64, however the tensor is split.
+    Each element adds a number that depends on its bits and on its index in the whole tensor. So the checksums of a
+    tensor's parts add up to the checksum of the whole tensor, modulo 2**64.
 
     Args:
-        part: a whole tensor, or a part of one, on any device.
+        part: a whole tensor, or a Shard, on any device.
 
     Example:
         >>> whole = torch.arange(12.0).view(4, 3)
@@ -167,14 +167,14 @@ def content_sum(part: Tensor | Shard) -> int:
         for dim, (size, at) in enumerate(zip(piece.shape, (offsets[0] + begin, *offsets[1:]), strict=True)):
             places = torch.arange(at, at + size, device=piece.device) * math.prod(whole[dim + 1 :])
             place = place + places.view(-1, *[1] * (piece.ndim - dim - 1))
-        mixed = piece * _FACTORS[0] + (place + 1) * _FACTORS[1]  # wraps around at 64 bits, which is intended
+        mixed = piece * _FACTORS[0] + (place + 1) * _FACTORS[1]  # overflow at 64 bits is intended
         mixed = (mixed ^ (mixed >> 29)) * _FACTORS[2]
         total += int((mixed ^ (mixed >> 32)).sum())
     return total % 2**64
 
 
 def why_unsavable(tensor: Tensor) -> str | None:
-    """Describe why a tensor cannot be saved, and what to do; None if it can be saved."""
+    """Return why a tensor cannot be saved, and what to do instead, as text; None if it can be saved."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a tensor subclass, {type(tensor).__name__}; save the plain tensors it is made of"
     if tensor.layout != torch.strided:
@@ -195,23 +195,23 @@ def write_tensors(
     *,
     files: Files | None = None,
 ) -> FileRecord:
-    """Write a safetensors file, and wait until the disk has it.
+    """Write a safetensors file, and wait until it is on the disk.
 
-    One tensor at a time is copied to the host. A tensor that several names share (tied weights) is stored once, under
-    its first name. Tensors that only overlap are stored separately, each one whole.
+    Tensors are copied to the host one at a time. A tensor with several names (tied weights) is stored once, under its
+    first name. Tensors whose memory overlaps only in part are stored separately, each of them completely.
 
     Args:
-        path: the file; it must not exist.
-        tensors: name -> tensor of any shape and strides, on any device, or a part of a tensor.
-        metadata: strings to keep in the header.
-        files: the file operations; the default is the local disk.
+        path: path of the file, which must not exist.
+        tensors: by name, a tensor of any shape and strides on any device, or a Shard.
+        metadata: strings to store in the file's header.
+        files: file operations. None: those of the local disk.
 
     Returns:
         Size and checksums of the file.
 
     Raises:
-        UnsavableStateError: a tensor has no values or no plain layout, or a name cannot be used.
-        CheckpointError: the file could not be written; it names path and bytes.
+        UnsavableStateError: a tensor has no values (meta device) or no plain layout, or a name is not allowed.
+        CheckpointError: the file could not be written; the message has path and bytes.
 
     Example:
         >>> import tempfile
@@ -220,7 +220,7 @@ def write_tensors(
         ...     write_tensors(Path(folder, "x.safetensors"), {"a": torch.ones(2)}).bytes
         104
 
-    Source: the format's description in the safetensors README.
+    Source: the description of the format in the README of safetensors.
     """
     head, stored = framing(tensors, metadata)
     with (files or files_of(path)).create(path, len(head) + sum(tensor.nbytes for tensor in stored.values())) as out:
@@ -233,17 +233,20 @@ def write_tensors(
 def framing(
     tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Tensor]]:
-    """Make the beginning of a safetensors file, and sort the tensors whose contents follow it without gaps.
+    """Make the header of a safetensors file, and sort the tensors.
 
     Args:
-        tensors: as in `write_tensors`; a shared tensor is stored once.
-        metadata: strings to keep in the header.
+        tensors: as in `write_tensors`; a tied tensor is stored once.
+        metadata: strings to store in the header.
+
+    Returns:
+        The bytes of the header, and the tensors in the order in which their contents follow it without gaps.
 
     Raises:
-        UnsavableStateError: a tensor has no values or no plain layout, or a name cannot be used.
+        UnsavableStateError: a tensor has no values (meta device) or no plain layout, or a name is not allowed.
     """
     stored, aliases = _split_shared(tensors)
-    # Tensors with large elements come first, so that every tensor is aligned to its element size.
+    # Tensors with larger elements come first, so that every tensor is aligned to its element size.
     order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
     raw = {name: dtype_name(tensor.dtype) for name, tensor in stored.items() if _is_raw(tensor)}
     notes = {"format": "pt", **(metadata or {})}
@@ -275,19 +278,19 @@ def framing(
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read every tensor of a safetensors file, on the CPU.
+    """Read all tensors of a safetensors file on the CPU.
 
-    Shared names get the same tensor object. The tensors are copies in memory. The library maps the file instead, and if
-    a mapped file is truncated later, the process that reads it is killed.
+    All names of a tied tensor get the same tensor object. The tensors are copies in memory, unlike those of the
+    safetensors library, which maps the file: if a mapped file is truncated later, reading it kills the process.
 
     Args:
-        path: the file.
+        path: path of the file.
 
     Returns:
-        Name -> tensor.
+        The tensors by name.
 
     Raises:
-        CorruptCheckpointError: the file is no complete safetensors file.
+        CorruptCheckpointError: the file is not a complete safetensors file.
 
     Example:
         >>> import tempfile
@@ -310,7 +313,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    from safetensors import safe_open  # imported late: needed only where something is read
+    from safetensors import safe_open  # imported late: only needed for reading
 
     def read() -> tuple[dict[str, Tensor], dict[str, str]]:
         with files_of(path).fetched(path, False) as (local, _), safe_open(local, framework="pt", device="cpu") as file:
@@ -340,10 +343,10 @@ def _split_shared(tensors: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tens
         if problem is not None:
             raise UnsavableStateError(f"{name} is {problem}")
         view = tensor.detach()
-        if view.numel() == 0:  # empty tensors share no memory
+        if view.numel() == 0:  # an empty tensor shares no memory with others
             stored[name] = view
             continue
-        where = view.data_ptr() or id(tensor)  # some backends have no address
+        where = view.data_ptr() or id(tensor)  # on some devices a tensor has no address
         same = (view.device, where, view.dtype, view.shape, view.stride(), view.is_conj(), view.is_neg(), place)
         owner = first.setdefault(same, name)
         if owner == name:
@@ -354,9 +357,9 @@ def _split_shared(tensors: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tens
 
 
 def content_of(tensor: Tensor) -> Data:
-    """Return the bytes of a tensor as a file stores them."""
+    """Return the bytes of a tensor in the order in which a file stores them."""
     if tensor.numel() == 0:
         return b""
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    # Not reshape(-1), which keeps any stride of a tensor with a single element.
+    # reshape(-1) would not do: it keeps the stride of a tensor with one element, which view() then refuses.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

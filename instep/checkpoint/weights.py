@@ -1,4 +1,4 @@
-"""Weights only: from a checkpoint, a safetensors file or another trainer's file; merging into plain safetensors."""
+"""Read a model's weights from checkpoints and files of many formats, and write them as plain safetensors files."""
 
 from __future__ import annotations
 
@@ -29,32 +29,34 @@ from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object
 
 _FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
-_INDEX = ".json"  # ending of the index of a model's files
-_NESTED = ("state_dict", "model", "model_state_dict")  # keys under which Lightning and common scripts keep the weights
+_INDEX = ".json"  # ending of an index: a file that names the files of a large model's weights
+_NESTED = ("state_dict", "model", "model_state_dict")  # keys of the weights in files of Lightning and of common scripts
 
-_HUB_INDEX = "model.safetensors.index.json"  # name on the Hugging Face hub
-_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # names on the Hugging Face hub
+_HUB_INDEX = "model.safetensors.index.json"  # name of the index on the Hugging Face hub
+_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # names of weight files on the hub, by `safe`
 _Weights: TypeAlias = "Mapping[str, StoredTensor] | Mapping[str, Tensor]"
 
 
 def load_weights(path: Location, which: str | None = None) -> dict[str, Tensor]:
-    """Read a model's weights.
+    """Read a model's weights from a checkpoint or a file.
 
-    A file of torch.save is read with `weights_only=True`, so a file that would run code is refused.
+    A file of torch.save is read with `weights_only=True`, so a file that needs to run code is refused.
 
     Args:
-        path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, a .pt, .pth, .ckpt
-            or .bin file that holds a state dict, by itself or under "state_dict", "model" or "model_state_dict", the
-            .index.json of several such files, or a folder that DeepSpeed or torch.distributed.checkpoint wrote.
-        which: "live" or "averaged", for a checkpoint of a run with WeightAveraging; None for its plain weights.
+        path: path or URL of a checkpoint folder (with or without "-<attempt>"); of a .safetensors file; of a .pt, .pth,
+            .ckpt or .bin file whose content is a state dict, or has one under the key "state_dict", "model" or
+            "model_state_dict"; of the .index.json of several such files; or of a folder that DeepSpeed or
+            torch.distributed.checkpoint wrote.
+        which: set of weights in a checkpoint of a run with WeightAveraging: "live" (trained) or "averaged". None: the
+            set in `model.safetensors`.
 
     Returns:
-        Name of a parameter or buffer -> tensor on the CPU. A tied tensor is under each of its names.
+        Tensors on the CPU by the name of the parameter or buffer. A tied tensor is under each of its names.
 
     Raises:
         CheckpointNotFoundError: the path does not exist, or has no weights.
         CorruptCheckpointError: the checkpoint or file is damaged.
-        CheckpointError: the file cannot be read without running code, or holds no state dict.
+        CheckpointError: the file cannot be read without running code, or contains no state dict.
 
     Example:
         >>> import tempfile
@@ -88,15 +90,14 @@ def _check_plain(path: Path, which: str | None) -> None:
 
 
 def stored_weights(path: Path, which: str | None = None) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
-    """Open the weights that `load_weights` would read. Each stays in its file until it, or a box of it, is read.
+    """Open the weights that `load_weights` would read; each tensor is read from its file only when needed.
 
     Args:
-        path: as in `load_weights`, but a `Path`. A file that is neither of a checkpoint nor safetensors is read
-            completely.
-        which: as in `load_weights`.
+        path: path as in `load_weights`, but a `Path`. A file of torch.save is read completely.
+        which: set of weights: "live" (trained) or "averaged". None: the set in `model.safetensors`.
 
     Returns:
-        Name -> `StoredTensor`, or tensor if the file was read completely.
+        `StoredTensor` objects by name; tensors if the file was read completely.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or no weights in it.
@@ -121,7 +122,7 @@ def stored_weights(path: Path, which: str | None = None) -> Mapping[str, StoredT
 
 
 def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor] | None:
-    """Open the weights of a folder of DeepSpeed or torch.distributed.checkpoint; None if it is neither."""
+    """Open the weights in a folder that DeepSpeed or torch.distributed.checkpoint wrote; None for another folder."""
     found = find_foreign_folder(path)
     return None if found is None else found[0].open_folder(found[1], _NESTED)
 
@@ -137,7 +138,7 @@ def _stored_in(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
 
 
 def _check_index(path: Path, parts: Mapping[Path, Mapping[str, FileSlice]]) -> None:
-    """Raise an error if an index names a tensor in the wrong file, or if two files hold the same tensor."""
+    """Raise an error if an index gives the wrong file for a tensor, or if two files contain the same tensor."""
     for name, file in weight_map(path).items():
         if name not in parts[path.parent / file]:
             raise CorruptCheckpointError(f"{path} names {name} in {file}, which has no such tensor", path=path)
@@ -151,21 +152,21 @@ def _check_index(path: Path, parts: Mapping[Path, Mapping[str, FileSlice]]) -> N
 
 
 def indexed_files(path: Path) -> list[Path]:
-    """List the files that an index (`*.index.json`, as on the Hugging Face hub) names. They must lie in its folder.
+    """Return the files that an index (`*.index.json`, as on the Hugging Face hub) names; all must be in its folder.
 
     Raises:
-        CorruptCheckpointError: the file is no index.
-        CheckpointError: the index names a file elsewhere, or cannot be read.
+        CorruptCheckpointError: the file is not an index.
+        CheckpointError: the index names a file outside of its folder, or cannot be read.
     """
     with reading(path, "is no index of weights' files"):
         return [inside(path.parent, file, path) for file in sorted(set(weight_map(path).values()))]
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """Read from an index which file holds each weight.
+    """Read an index (`*.index.json`): return the name of the file for each weight.
 
     Raises:
-        CorruptCheckpointError: the file is no index.
+        CorruptCheckpointError: the file is not an index.
     """
     with reading(path, "is no index of weights' files"):
         named = parse_object(patiently(lambda: files_of(path).read(path, INDEX_BYTES)))["weight_map"]
@@ -175,7 +176,7 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return plain tensors, without attributes that a file may have put on them. Tied ones stay one object."""
+    """Return plain tensors without attributes that a file may have added; tied tensors stay the same object."""
     once: dict[int, Tensor] = {}
     return {str(name): once.setdefault(id(tensor), torch.Tensor.detach(tensor)) for name, tensor in state.items()}
 
@@ -199,19 +200,19 @@ def _is_state_dict(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
 
 
 def merge(path: Location, file: PathLike, which: str | None = None) -> Path:
-    """Write a checkpoint's weights as one safetensors file, which can be read without instep.
+    """Write the weights of a checkpoint as one safetensors file, which can be read without instep.
 
-    Weights in safetensors files are read one tensor at a time. Tied weights are written under each of their names, so
-    that `load_state_dict` finds all. Every file with a checksum is verified. The new file is written completely or not
-    at all.
+    Tensors in safetensors files are read one at a time. Tied weights are written under each of their names, so that
+    `load_state_dict` finds all. Every file of the checkpoint that is read is verified. The new file is written
+    completely or not at all.
 
     Args:
-        path: as in `load_weights`. The checkpoint may be written by one rank or by many.
-        file: the new file; it must not exist.
-        which: as in `load_weights`.
+        path: path as in `load_weights`; one rank or several may have written the checkpoint.
+        file: path of the new file, which must not exist.
+        which: set of weights: "live" (trained) or "averaged". None: the set in `model.safetensors`.
 
     Returns:
-        The file.
+        Path of the new file.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or no weights in it.
@@ -234,20 +235,20 @@ def merge(path: Location, file: PathLike, which: str | None = None) -> Path:
 
 
 def merge_in_parts(path: Location, folder: PathLike, max_bytes: int, which: str | None = None) -> Path:
-    """Write a checkpoint's weights as several safetensors files with an index, as on the Hugging Face hub.
+    """Write the weights of a checkpoint as several safetensors files with an index, as on the Hugging Face hub.
 
     Args:
-        path: as in `merge`.
-        folder: the new folder; it must not exist.
-        max_bytes: most bytes of tensors in a file. A larger tensor gets its own file. If all tensors fit into one file,
-            it is `model.safetensors`, without an index.
-        which: as in `load_weights`.
+        path: path as in `load_weights`.
+        folder: path of the new folder, which must not exist.
+        max_bytes: largest size of the tensors in a file, in bytes. A larger tensor gets its own file. If all tensors
+            fit into one file, it is `model.safetensors`, without an index.
+        which: set of weights: "live" (trained) or "averaged". None: the set in `model.safetensors`.
 
     Returns:
-        The folder.
+        Path of the new folder.
 
     Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, CheckpointError: as for `merge`.
+        CheckpointNotFoundError, CorruptCheckpointError, CheckpointError: for the same reasons as in `merge`.
 
     Example:
         >>> import tempfile
@@ -279,15 +280,15 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int, which: str 
 def parts_of(
     weights: _Weights, max_bytes: int, name: str = "model.safetensors"
 ) -> tuple[dict[str, list[str]], bytes | None]:
-    """Divide weights into files of limited size, as the Hugging Face hub does for large models.
+    """Divide weights into files of limited size, as on the Hugging Face hub for large models.
 
     Args:
         weights: weights by name.
-        max_bytes: most bytes of tensors in each file; a larger tensor gets its own file.
-        name: name of the file if all weights fit into one; other names begin and end like it.
+        max_bytes: largest size of the tensors in each file, in bytes; a larger tensor gets its own file.
+        name: name of the file if all weights fit into one; several files get "-<number>-of-<count>" before the ending.
 
     Returns:
-        The names of the weights by file, and the content of the index (None for a single file).
+        The names of the weights in each file, by file name; and the content of the index (None for a single file).
     """
     sizes = {name: tensor.dtype.itemsize * tensor.shape.numel() for name, tensor in weights.items()}
     parts: list[list[str]] = [[]]
@@ -314,15 +315,15 @@ def write_plain(
     names: Iterable[str] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one plain safetensors file, with one tensor at a time in memory.
+    """Write weights as one plain safetensors file, reading one stored tensor at a time.
 
-    Tied weights are under each of their names.
+    Tied weights are written under each of their names.
 
     Args:
-        weights: weights by name, in memory or read one by one.
-        file: new file; it must not exist.
-        names: names of the weights to write; None for all.
-        metadata: strings to keep in the header.
+        weights: weights by name: tensors, or `StoredTensor` objects, which are read one by one.
+        file: path of the new file, which must not exist.
+        names: names of the weights to write. None: all.
+        metadata: strings to store in the file's header.
     """
     names = list(weights if names is None else names)
     for name in names:
@@ -330,7 +331,7 @@ def write_plain(
         problem = why_unsavable(tensor) if isinstance(tensor, Tensor) else None
         if problem is not None:
             raise UnsavableStateError(f"{name} is {problem}")
-    # This tensor has the right shape and dtype, but takes no memory.
+    # Placeholders for the header, with the right shapes and dtypes: an expanded tensor takes no memory.
     shells = {name: torch.empty((), dtype=weights[name].dtype).expand(weights[name].shape) for name in names}
     head, order = framing(shells, metadata)
     with LocalFiles().create(file, len(head) + sum(tensor.nbytes for tensor in order.values())) as out:
@@ -342,7 +343,7 @@ def write_plain(
 
 
 def write_new(target: Path, write: Callable[[Path], Any]) -> Path:
-    """Write a file or folder under a temporary name, and then rename it, so that it is complete. Never replace another.
+    """Write a file or folder under a temporary name, and rename it when it is complete; never replace an existing one.
 
     Raises:
         CheckpointError: the target exists already, or cannot be written.
@@ -360,20 +361,22 @@ def write_new(target: Path, write: Callable[[Path], Any]) -> Path:
     return target
 
 
-# ---- a model's weights in the layout of the hub
+# ---- writing a model's weights with the file names of the Hugging Face hub
 
 
 def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: bool = True) -> Path:
-    """Write a model's weights, each file at one instant. Collective: the main process writes.
+    """Write a model's weights with the file names of the Hugging Face hub. Collective: the main process writes.
+
+    Each file is written under a temporary name and then renamed.
 
     Args:
-        state: name -> tensor, used on the main process; other values are left out.
-        folder: the folder, which is created if necessary.
-        max_bytes: most bytes of tensors in each file.
-        safe: whether to write safetensors; False writes torch's own format.
+        state: tensors by name, used on the main process only; values that are not tensors are left out.
+        folder: folder to write into, which is created if it does not exist.
+        max_bytes: largest size of the tensors in each file, in bytes.
+        safe: True: write safetensors. False: write files of torch.save.
 
     Returns:
-        The file; for several files, their index.
+        Path of the file; for several files, path of their index.
     """
 
     def write() -> Path:
@@ -388,7 +391,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
         if index is not None:
             with replacing(target) as temporary:
                 temporary.write_bytes(index)
-        for path in old:  # files of a smaller or larger model saved here before, which readers would also find
+        for path in old:  # remove other files of an earlier save, which readers would find too
             if path.name not in files and path != target:
                 with suppress(FileNotFoundError):
                     path.unlink()
@@ -398,7 +401,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
 
 
 def write_object(obj: Any, file: Path, safe: bool) -> None:
-    """Write a dict of tensors as safetensors, or any object by `torch.save`, at one instant."""
+    """Write a dict of tensors as safetensors, or any object by `torch.save`; replace the file atomically."""
     with replacing(file) as temporary:
         if safe:
             write_tensors(temporary, obj, {"format": "pt"})

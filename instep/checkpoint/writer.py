@@ -1,4 +1,4 @@
-"""Writers of a save. Every file of a checkpoint is recorded here, also files that others wrote."""
+"""`Writer`: writes the files of one rank into a checkpoint, and records their sizes and checksums."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from instep.errors import SettingError, UnsavableStateError
 
 
 class BaseWriter(ABC):
-    """Writer of states as files. The subclass chooses where the files go.
+    """Base class of writers of a checkpoint's files; a subclass defines where the content goes.
 
-    All ranks share one folder, so put the rank into the names of per-rank files.
+    All ranks write into the same folder, so the name of a file that each rank writes must contain the rank.
 
     Args:
-        rank: this process.
-        world_size: the number of ranks that save.
+        rank: rank of this process.
+        world_size: number of ranks that save.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -34,14 +34,14 @@ class BaseWriter(ABC):
 
     @abstractmethod
     def put(self, name: str, *content: Data) -> None:
-        """Write a file of these bytes.
+        """Write bytes to a file.
 
         Args:
-            name: the file name.
-            content: contiguous buffers, which are joined.
+            name: name of the file.
+            content: contiguous buffers, which are written one after the other.
 
         Raises:
-            CheckpointError: the disk is full, or the like.
+            CheckpointError: the file cannot be written, for instance because the disk is full.
         """
 
     @abstractmethod
@@ -51,25 +51,25 @@ class BaseWriter(ABC):
         """Write a safetensors file.
 
         Args:
-            name: the file name, such as "model.safetensors".
-            tensors: name -> tensor, or this rank's part of a tensor. A shared tensor is stored once.
-            metadata: strings for the file's header.
+            name: name of the file, such as "model.safetensors".
+            tensors: by name, a tensor or this rank's part of a tensor (a Shard). A tied tensor is stored once.
+            metadata: strings to store in the file's header.
 
         Raises:
-            UnsavableStateError: a tensor cannot be stored.
-            CheckpointError: the disk is full, or the like.
+            UnsavableStateError: a tensor cannot be saved.
+            CheckpointError: the file cannot be written, for instance because the disk is full.
         """
 
     def json(self, name: str, value: Any) -> None:
-        """Write plain JSON. For other values use `state`, which keeps every type.
+        """Write a value as a plain JSON file. For values of other types use `state`.
 
         Args:
-            name: the file name, such as "data.json".
-            value: JSON values; nan and inf are refused, tuples become lists.
+            name: name of the file, such as "data.json".
+            value: JSON values; tuples become lists, and nan and inf are refused.
 
         Raises:
-            UnsavableStateError: the value is not JSON.
-            CheckpointError: the disk is full, or the like.
+            UnsavableStateError: the value cannot be written as JSON.
+            CheckpointError: the file cannot be written, for instance because the disk is full.
         """
         try:
             text = json.dumps(value, allow_nan=False)
@@ -80,15 +80,15 @@ class BaseWriter(ABC):
         self.put(name, text.encode())
 
     def state(self, base: str, tree: Any) -> None:
-        """Write a state: `<base>.json`, and `<base>.safetensors` if it holds tensors.
+        """Write a state as `<base>.json`, and as `<base>.safetensors` too if it contains tensors; all types are kept.
 
         Args:
-            base: the file name without an ending, such as "optimizer".
-            tree: a state that `encode` accepts.
+            base: name of the files without ending, such as "optimizer".
+            tree: state of values that `codec.encode` accepts.
 
         Raises:
-            UnsavableStateError: some value cannot be encoded; the text has its path.
-            CheckpointError: the disk is full, or the like.
+            UnsavableStateError: a value cannot be encoded; the message has its path in the state.
+            CheckpointError: a file cannot be written, for instance because the disk is full.
         """
         json_tree, tensors = encode(tree, base)
         if tensors:
@@ -97,16 +97,14 @@ class BaseWriter(ABC):
 
 
 class Writer(BaseWriter):
-    """Writer of one rank's files into a checkpoint that is being saved.
-
-    `CheckpointStore.save` makes it, and passes it to your function.
+    """Write the files of one rank into a checkpoint. `CheckpointStore.save` makes a Writer for your function.
 
     Args:
-        folder: the hidden folder that is being written. Every other file that is put there becomes part of the
+        folder: folder of the checkpoint before its commit. Files that other code puts there become part of the
             checkpoint too.
-        files: the file operations.
-        rank: the rank of this process.
-        world_size: the number of ranks that save.
+        files: file operations of the folder's file system.
+        rank: rank of this process.
+        world_size: number of ranks that save.
 
     Example:
         >>> import tempfile
@@ -141,7 +139,7 @@ class Writer(BaseWriter):
 
 
 def checked_name(name: str) -> str:
-    """Return the name; raise SettingError if a file of a checkpoint cannot have it."""
+    """Return the name; raise SettingError if it is not allowed for a file of a checkpoint."""
     if not is_plain_name(name):
         raise SettingError(f"{name!r} cannot name a file of a checkpoint: give a plain, visible name", got=name)
     return name
