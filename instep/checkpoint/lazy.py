@@ -257,7 +257,7 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the tensor in the file."""
+        """The tensor's dtype in the file."""
         return dtype_from_name(self.parts[0].dtype)
 
     @property

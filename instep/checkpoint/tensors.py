@@ -107,7 +107,7 @@ class StoredTensor(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the tensor in the file."""
+        """The tensor's dtype in the file."""
         ...
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:

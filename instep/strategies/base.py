@@ -1,4 +1,4 @@
-"""The base class of all strategies: the only place that knows how a module is spread over processes and devices."""
+"""`Strategy`, the base class of all strategies, and helpers for them; it is itself the strategy for one device."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _SYNC_BATCHNORM_DEVICES = ("cuda", "xpu", "hpu")
 
 
 class Strategy:
-    """Strategy that spreads a module over processes and devices, runs its steps, and saves and loads its state.
+    """Distribute a module over processes and devices, run its steps, and save and load its state.
 
-    The base class is complete for one device. A strategy of several processes overrides what differs; the Trainer never
-    asks which strategy it has. The methods are called in this order: `check_world_size`, `connect`, `model_context`
-    around the module's `configure_model`, `prepare_module`, `load_model_state`, the module's `configure_optimizers`,
-    `prepare_training`, `load_optimizer_state`, the steps, `teardown`.
+    The base class is the complete strategy for one device. A strategy for several processes overrides the methods that
+    differ; the Trainer never tests which strategy it has. The methods are called in this order: `check_world_size`,
+    `connect`, `model_context` around the module's `configure_model`, `prepare_module`, `load_model_state`, the module's
+    `configure_optimizers`, `prepare_training`, `load_optimizer_state`, the steps, `teardown`.
 
     A strategy that shards weights does so in `prepare_module`, sets `sharded`, and returns from `local_shards` what
-    each rank writes. A strategy whose ranks share their data sets `data_rank`, `data_world_size` and `contributes` in
-    `connect`. The attribute `gradients`, an object of `gradients_class`, handles gradients between a backward and the
-    optimizer's step.
+    each rank writes into a checkpoint. A strategy with several ranks that read the same data sets `data_rank`,
+    `data_world_size` and `contributes` in `connect`. The attribute `gradients`, an object of `gradients_class`, handles
+    gradients between a backward and the optimizer's step.
 
     Example:
-        A whole strategy: replicas that average their gradients once per optimizer step, before these are clipped::
+        A complete strategy, whose replicas average their gradients once per optimizer step, before clipping::
 
             from contextlib import contextmanager
 
@@ -125,21 +125,22 @@ class Strategy:
 
     @property
     def num_processes(self) -> int:
-        """Number of the run's processes on this machine."""
+        """Number of processes of the run on this machine."""
         state = PartialState()
         return state.num_processes // state.num_nodes
 
     def _refused(self, why: str) -> SettingError:
         """Return the error for a run that this strategy does not support.
 
-        `why` continues the sentence after its name.
+        Args:
+            why: end of the error's sentence, which begins with the name of the strategy.
         """
         return SettingError(f"strategy={self.name!r} {why}", field="strategy", got=self.name)
 
     _constructed: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is like a new strategy: it must not keep devices, modules and process groups of a run.
+        # A copy is like a new strategy, without the devices, modules and process groups of a run.
         return self.__dict__ if self._constructed is None else self._constructed
 
     @property
@@ -147,7 +148,7 @@ class Strategy:
         """Device of this rank; Lightning's name for `device`."""
         return self.device
 
-    # ---- life
+    # ---- set-up and tear-down
 
     def check_world_size(self, world_size: int) -> None:
         """Raise a `SettingError` if this strategy cannot run with this number of processes."""
@@ -159,7 +160,7 @@ class Strategy:
 
     @property
     def backward_fits_in_graph(self) -> bool:
-        """Whether a backward needs nothing from the strategy, so that a compiled step may contain it."""
+        """Whether a compiled step may contain the backward, because the strategy adds nothing to a backward."""
         return type(self) is Strategy
 
     def connect(self, device: torch.device, precision: Precision) -> None:
@@ -167,7 +168,7 @@ class Strategy:
         if device.type == "xla" and not self.runs_on_xla:
             raise self._refused("does not run on XLA devices. Use 'xla', 'xla_spmd' or 'xla_fsdp'.")
         if self._constructed is None:
-            # Only containers are copied, since a run may fill them; a user's process group or lock cannot be copied.
+            # Copy only containers, which a run may change; a user's process group or lock cannot be copied.
             self._constructed = {
                 name: copy(value) if isinstance(value, dict | list | set) else value
                 for name, value in self.__dict__.items()
@@ -179,9 +180,9 @@ class Strategy:
         self.data_rank, self.data_world_size = process.process_index, process.num_processes
 
     def separate_random_streams(self, seed: int) -> None:
-        """Let ranks with different data draw different random numbers (such as dropout masks).
+        """Seed the generators so that ranks with different data draw different random numbers (such as dropout masks).
 
-        Rank 0 keeps the user's stream.
+        Rank 0 keeps the user's random generators as they are.
 
         Args:
             seed: seed of the run, the same on all ranks.
@@ -192,15 +193,15 @@ class Strategy:
                 seed_process(own)
 
     def model_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which `configure_model` builds large modules, for instance on the meta device."""
+        """Return the context for `configure_model`, for instance one that builds the module on the meta device."""
         return nullcontext()
 
     def prepare_module(self, module: nn.Module) -> None:
-        """Move the module to its device and dtype, and divide it here if that changes its parameters.
+        """Move the module to its device and dtype; a strategy that replaces parameters by shards does it here.
 
-        After this call, the optimizers are made and weights of a checkpoint are loaded.
+        After this call, the optimizers are made and the weights of a checkpoint are loaded.
         """
-        # Imported late: importing the Trainer need not load it
+        # Imported late: not needed to import the Trainer.
         from instep.strategies.materialize import materialize_module
 
         self.module = module
@@ -209,11 +210,11 @@ class Strategy:
         module.to(self.device)
 
     def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Spread the prepared module over the processes. Called before the first step and after weights were loaded.
+        """Distribute the prepared module over the processes; called before the first step, with loaded weights.
 
         Args:
-            module: module that `prepare_module` got.
-            optimizers: the optimizers over its parameters; empty for evaluation.
+            module: module that was passed to `prepare_module`.
+            optimizers: optimizers of its parameters; empty for evaluation.
         """
         from instep.strategies.materialize import check_offloaded
 
@@ -222,21 +223,21 @@ class Strategy:
     def changing_trainable(self) -> AbstractContextManager[Any]:
         """Return a context in which hooks may freeze and unfreeze parameters, and add groups to the optimizers.
 
-        The Trainer enters it between steps, around `on_fit_start` and `on_train_epoch_start`. At the end of the
+        The Trainer uses this context around the hooks `on_fit_start` and `on_train_epoch_start`. At the end of the
         context, the strategy rebuilds everything that depends on which parameters require gradients. Collective.
         """
         return nullcontext()
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        """Spread a prepared module for a handwritten loop, which then calls the returned module.
+        """Distribute a prepared module for a handwritten training loop, which then calls the returned module.
 
         Args:
-            module: module that is already on its device. A strategy spreads only one module; copy the strategy for
-                more.
-            optimizers: the optimizers over its parameters.
+            module: module that is already on its device. A strategy distributes only one module; copy the strategy for
+                further modules.
+            optimizers: optimizers of its parameters.
 
         Returns:
-            The module to call: the same module if nothing has to be added to its forward.
+            The module to call; it is `module` itself if the strategy adds nothing to the forward.
         """
         return module
 
@@ -246,20 +247,20 @@ class Strategy:
         return module
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        """Return the module that `wrap` got."""
+        """Return the original module for the one that `wrap` returned."""
         return wrapped
 
     def rebind_optimizer(self, optimizer: Optimizer) -> None:
-        """Put the parameters that `prepare_module` made into an optimizer that was made earlier."""
+        """Replace old parameters in an optimizer by those that `prepare_module` has put in their place."""
         for group in optimizer.param_groups:
             group["params"] = [self._exchanged.get(parameter, parameter) for parameter in group["params"]]
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the module's parameters in the form that optimizers have."""
+        """Return the module's parameters as the same objects that optimizers have."""
         return self.module.parameters()
 
     def join(self) -> AbstractContextManager[Any]:
-        """Return a context in which ranks without a batch wait for the others. For a handwritten loop, after `wrap`."""
+        """Return a context for a handwritten loop in which ranks may have different numbers of batches."""
         if PartialState().num_processes > 1:
             raise UsageError(
                 f"ranks that have no batch left cannot wait for the others under strategy={self.name!r}, whose steps "
@@ -268,30 +269,29 @@ class Strategy:
         return nullcontext()
 
     def average_replicas(self) -> None:
-        """Copy rank 0's buffers to all ranks, and average replicas that were trained apart. Collective.
+        """Copy rank 0's buffers to all ranks, and average weights that differ between ranks (local SGD). Collective.
 
-        Called before validation and when training ends. Without it, the metrics of a validation would depend on the
-        buffers of each rank's BatchNorm layers, of which a checkpoint holds only rank 0's.
+        This is called before validation and at the end of training. Otherwise validation metrics would depend on the
+        BatchNorm buffers of each rank, but a checkpoint holds only the buffers of rank 0.
         """
         if PartialState().num_processes > 1:
             state = self.module.state_dict(keep_vars=True)
             with torch.no_grad():
                 for name, _ in self.module.named_buffers():
                     buffer = state.get(name)
-                    if type(buffer) is Tensor:  # skips buffers that are sharded over ranks
+                    if type(buffer) is Tensor:  # skip DTensors, which are sharded over ranks
                         buffer.copy_(broadcast(buffer))
 
     def teardown(self) -> None:
-        """Release resources of `prepare_training` and `wrap`. May be called twice, and after an error."""
+        """Release the resources that `prepare_training` and `wrap` took. May be called twice, and after an error."""
 
     # ---- the step
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """Return the callable that runs a step method. The loop calls this once.
+        """Return the function that the loop calls to run a step method of the module.
 
-        With one process it is the bound method.
-
-        A direct call of the method would skip what the strategy adds to it.
+        With one process it is the bound method itself. Otherwise it adds the strategy's work, such as DDP's reduction
+        of gradients, which a direct call of the method would skip. Called once, before the loop.
 
         Args:
             name: `training_step`, `validation_step`, `test_step` or `predict_step`.
@@ -302,18 +302,18 @@ class Strategy:
         """Backpropagate the loss, scaled if the precision scales gradients.
 
         Args:
-            loss: 0-dim floating tensor.
-            args: passed to `Tensor.backward`, together with `kwargs`.
+            loss: 0-dim floating-point tensor.
+            args: further arguments of `Tensor.backward`, together with `kwargs`.
         """
         self.gradients.scale(loss).backward(*args, **kwargs)
 
     def prepare_backward(self, loss: Tensor) -> None:
-        """Prepare a backward of manual optimization. Its loss is not the return value of the step."""
+        """Called before each backward in manual optimization, with the loss, which the step does not return."""
 
     def abandon_step(self) -> None:
-        """Abandon a step that was interrupted by an error on any rank. Its gradients are lost.
+        """Clean up after a step that an error on some rank has interrupted; the gradients of that step are lost.
 
-        `prepare_training` must follow before the next step.
+        Before the next step, `prepare_training` must be called again.
         """
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -323,48 +323,49 @@ class Strategy:
     # ---- state
 
     def model_state(self) -> dict[str, Any]:
-        """Return this rank's part of the module's `state_dict()`: tensors, or values for `local_shards`. Collective."""
+        """Return this rank's part of the module's `state_dict()`, in the form that `local_shards` takes. Collective."""
         return self.module.state_dict()
 
     def model_shapes(self) -> Mapping[str, torch.Size | None]:
-        """Return the shape of every entry in the whole module's `state_dict()`, also of entries on other ranks.
+        """Return the shapes of all entries of the whole module's `state_dict()`, including entries on other ranks.
 
         Returns:
-            Name -> the whole tensor's shape; None for other values, and for tensors without a shape yet.
+            The shape of the whole tensor by name; None for a value that is not a tensor, and for a tensor without a
+            shape yet (lazy modules).
         """
         return shapes_of(self.module)
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load the whole module's state; each rank loads its part. Collective.
+        """Load the whole module's state; each rank loads its part. Collective: all ranks call it.
 
         Args:
-            state: name -> whole tensor, as `Tensor` or `StoredTensor`. Every rank passes the same names. Other values
-                are those of `get_extra_state`.
+            state: whole tensors by name, each a `Tensor` or `StoredTensor`, and values from `get_extra_state`. Every
+                rank passes the same names.
             strict: whether a missing or unexpected name is an error.
         """
         return self.module.load_state_dict({name: whole(value) for name, value in state.items()}, strict=strict)
 
     def local_weights(self) -> dict[str, Tensor]:
-        """Return this rank's part of each parameter and buffer in the module's `state_dict()`, to read or write it.
+        """Return this rank's part of each parameter and buffer in the module's `state_dict()`, for reading and writing.
 
-        Values written in place into a part change the module, once all ranks have called `sync_local_weights`. Local.
+        If values are written into a part in place, all ranks must call `sync_local_weights` afterwards. Local.
         """
         state = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def sync_local_weights(self) -> None:
-        """Make the next forward use the values that were written into `local_weights`. Collective."""
+        """Make the module use the values that were written into the tensors of `local_weights`. Collective."""
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the result of `model_state` as if `local_weights` had other values. Collective.
+        """Return what `model_state` would return if the weights had other values. Collective: all ranks call it.
 
         Args:
-            held: the other values, by the names of `local_weights`.
+            held: the other values, by the names in `local_weights`.
         """
         return {**self.model_state(), **held}
 
     def local_part(self, name: str, value: Any) -> Tensor:
-        """Return the part of a whole tensor that this rank would have in `local_weights`. Local.
+        """Return the part of a whole tensor that corresponds to this rank's part in `local_weights`. Local.
 
         Args:
             name: name of the tensor in `local_weights`.
@@ -373,28 +374,28 @@ class Strategy:
         return whole(value)
 
     def full_model_state(self) -> dict[str, Any]:
-        """Return the whole module's `state_dict()` as plain tensors on rank 0, and {} on other ranks. Collective."""
+        """Return the whole module's `state_dict()` with plain tensors on rank 0, and {} on other ranks. Collective."""
         return self.model_state() if PartialState().is_main_process else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this rank's part of an optimizer's state, as a tree of `utils/optimizer_state.py`. Collective."""
+        """Return this rank's part of an optimizer's state, in the form of `utils/optimizer_state.py`. Collective."""
         return optimizer_state(self.module, optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
-        """Load a whole optimizer's state; each rank loads its part. Collective.
+        """Load a whole optimizer's state; each rank loads its part. Collective: all ranks call it.
 
         Args:
             optimizer: a new optimizer.
-            tree: state with whole tensors, as `Tensor` or `StoredTensor`.
-            strict: whether everything must fit; False loads what fits.
+            tree: state in the form of `utils/optimizer_state.py`, with whole tensors (`Tensor` or `StoredTensor`).
+            strict: whether the whole state must fit; False: load what fits.
 
         Returns:
-            Texts that say what was left out.
+            Messages about what was not loaded.
         """
         return load_optimizer_state(self.module, optimizer, map_leaves(whole, tree), strict)
 
     def holds_all(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return True if this rank holds the whole state and can return it without other ranks. Local."""
+        """Return True if this rank has the whole state of module and optimizers, and can save it alone. Local."""
         return False
 
     def local_shards(self, tree: Any) -> Any:
@@ -404,21 +405,21 @@ class Strategy:
             tree: result of `model_state` or `optimizer_state`, or a container of such results.
 
         Returns:
-            The same state with plain tensors and `Shard` objects, without the tensors that another rank writes; None to
-            write nothing. All ranks together return each element of each tensor exactly once.
+            The state with plain tensors and `Shard` objects, without tensors that another rank writes; None if this
+            rank writes nothing. All ranks together return each element of each tensor exactly once.
         """
         return tree if PartialState().is_main_process else None
 
     def rank_state(self) -> dict[str, Any]:
-        """Return state that only this rank has, which a checkpoint keeps for each rank."""
+        """Return state that differs between ranks, so that a checkpoint stores it for each rank."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
-        """Load the result of `rank_state`, before the first step and after everything else is loaded.
+        """Load a result of `rank_state`; called before the first step, after all other state was loaded.
 
         Args:
-            state: state of this rank; in a run with another number of ranks, that of rank 0.
-            own: whether the state is this rank's.
+            state: state of this rank, or of rank 0 if the checkpoint is from another number of ranks.
+            own: whether it is the state of this rank.
         """
 
 
@@ -430,7 +431,7 @@ def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
     """
     if strategy.whole_parameters:
         return
-    # Imported late: most strategies leave weights whole
+    # Imported late: only needed by strategies that shard weights.
     from instep.strategies.quantized_state import quantized_tensors
 
     if quantized_tensors(module):
@@ -443,7 +444,7 @@ def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
 
 
 def shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
-    """Return the shape of every entry of a module's `state_dict()`; None for an entry without one."""
+    """Return the shape of every entry of a module's `state_dict()`; None for an entry without a shape."""
     return {
         name: value.shape if isinstance(value, Tensor) and not is_lazy(value) else None
         for name, value in module.state_dict().items()
@@ -451,10 +452,10 @@ def shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
 
 
 def check_sync_batchnorm(device_type: str) -> None:
-    """Raise an error for a kind of device without SyncBatchNorm in torch.
+    """Raise an error if torch has no SyncBatchNorm for a type of device, such as "cpu".
 
     Raises:
-        SettingError: torch has no SyncBatchNorm for this kind.
+        SettingError: torch has no SyncBatchNorm for this type.
     """
     if device_type not in _SYNC_BATCHNORM_DEVICES:
         raise SettingError(
@@ -467,17 +468,17 @@ def check_sync_batchnorm(device_type: str) -> None:
 
 
 def sync_batchnorm(module: nn.Module, device: torch.device, group: Any = None) -> None:
-    """Convert every BatchNorm layer of a module to SyncBatchNorm, in place. Do nothing with one process.
+    """Convert every BatchNorm layer of a module to SyncBatchNorm, in place; do nothing with one process.
 
     Names, parameters and running statistics stay the same.
 
     Args:
         module: module that is not a BatchNorm itself.
         device: device that the module is trained on.
-        group: process group of the ranks that compute the statistics together; None for all ranks.
+        group: process group of the ranks that compute the statistics together. None: all ranks.
 
     Raises:
-        SettingError: the device has no SyncBatchNorm.
+        SettingError: torch has no SyncBatchNorm for the device.
     """
     if PartialState().num_processes > 1:
         check_sync_batchnorm(device.type)

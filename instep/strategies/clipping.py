@@ -1,8 +1,8 @@
-"""Gradient clipping for parameters on several meshes, or on none.
+"""Gradient clipping and norms for any mix of plain tensors and DTensors on different device meshes.
 
-torch's `clip_grad_norm_` stacks the norms of all gradients. This fails if some are plain tensors and others are sharded
-over different meshes. Here each rank sums over its own shards, and each sum is reduced only over the groups of ranks
-that hold the other shards. So every element counts once.
+torch's `clip_grad_norm_` stacks the norms of all gradients, which fails if some gradients are plain tensors and others
+are sharded over different meshes. Here each rank sums over its own shards, and each sum is reduced only over the ranks
+that hold the other shards of the same parameters. So every element counts once.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ def total_norm(
 ) -> Tensor:
     """Compute the norm of all gradients together; the arguments are those of `clip_norm_`. Collective."""
     skipped = {id(p) for p in skip}
-    # Gradients by the groups of ranks that hold their other shards.
+    # Gradients, grouped by the process groups over which they are sharded.
     pending: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {(): []}
     device: torch.device | None = None
-    dtype = torch.float32  # the sums have at least this precision
+    dtype = torch.float32  # sums are computed in float32 or higher
     for parameter in parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
         gradient = gradient_of(parameter)
         spread = _groups_of(parameter)
-        here = pending.setdefault(spread, [])  # also without a gradient, since all ranks must reduce the same sums
+        here = pending.setdefault(spread, [])  # even without a gradient here: all ranks must reduce the same sums
         if device is None or spread:
             device = _collective_device(parameter)
         if gradient is not None and id(parameter) not in skipped:
@@ -111,7 +111,7 @@ def each_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         norm_type: order p of the norm, such as 2.0 or `inf`.
 
     Returns:
-        One float32 norm per parameter, on the device; no host waits for it.
+        Tensor with one float32 norm per parameter, on the device; the host does not wait for it.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -121,19 +121,20 @@ def each_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """
     gradients = [local_part(gradient) for p in parameters if (gradient := gradient_of(p)) is not None]
     device = _collective_device(parameters[0])
-    # An empty shard has the norm 0.
+    # Replace an empty shard by one zero: its norm is 0 for every order.
     filled = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
     norms = [norm.to(device, torch.float32) for norm in torch._foreach_norm(filled, norm_type)]
     return reduce_shards(torch.stack(norms), parameters, norm_type)
 
 
 def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Combine one value per parameter over the ranks that hold its shards, as parts of a norm. Collective.
+    """Combine the norms of shards to norms of whole tensors, over the ranks that hold the shards. Collective.
 
     Args:
-        values: one value or one row for each parameter. With `norm_type` 1.0 they are summed.
-        parameters: parameters whose meshes show which ranks hold the other shards.
-        norm_type: as in `each_norm`.
+        values: one value or one row for each parameter: the norm of this rank's shard. With `norm_type` 1.0 the values
+            of all shards are summed.
+        parameters: parameters; their meshes give the ranks that hold the other shards.
+        norm_type: order p of the norm, such as 2.0 or `inf`.
     """
     spreads: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for place, parameter in enumerate(parameters):
@@ -141,7 +142,7 @@ def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float
     op: Any = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
     for spread, places in spreads.items():
         if spread:
-            # Stacked one by one: a list as an index would be copied to the device.
+            # Stack single values, since indexing by a list would copy the list to the device.
             chosen = torch.stack([values[place] for place in places])
             part = chosen if norm_type in (inf, 1.0) else chosen**norm_type
             for group in spread:
@@ -153,7 +154,7 @@ def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient, sharded like the parameter. Tensor parallelism leaves partial sums. Collective."""
+    """Return a parameter's gradient, sharded like it; partial sums of tensor parallelism are reduced. Collective."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -161,7 +162,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def _groups_of(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups of ranks over which a tensor is sharded."""
+    """Return the process groups over which a tensor is sharded; () for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
@@ -174,12 +175,12 @@ def _groups_of(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; return any other tensor unchanged."""
-    # The attribute, since autograd would record to_local().
+    # The private attribute is used, since autograd would record a call of to_local().
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _collective_device(parameter: Tensor) -> torch.device:
-    """Return the device for collectives, which differs from the device of offloaded parameters."""
+    """Return the device for collectives on a parameter's gradient: that of its mesh, also for offloaded ones."""
     kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
     if kind == parameter.device.type:
         return parameter.device
@@ -187,7 +188,7 @@ def _collective_device(parameter: Tensor) -> torch.device:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Return the gradients of parameters that this rank holds, by device and dtype. Collective."""
+    """Return this rank's part of the parameters' gradients, grouped by device and dtype. Collective."""
     return _by_kind(local_part(gradient) for p in parameters if (gradient := gradient_of(p)) is not None)
 
 
@@ -199,7 +200,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
 
 
 def _power_sum(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """Return the sum of |x|^p over all elements, or the largest |x|."""
+    """Return the sum of |x|^p over all elements x of the tensors, or the largest |x| if p is inf."""
     total: Tensor | None = None
     for group in _by_kind(tensor for tensor in tensors if tensor.numel()).values():
         norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Communication hooks of DDP: gradients as they are, rounded to 16 bits, or as low-rank factors."""
+"""`CommHook`: how DDP communicates gradients: unchanged, rounded to 16 bits, or compressed by PowerSGD."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Hook = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CommHook:
-    """A way to communicate gradients. Every option is checked in the constructor.
+    """A communication hook of DDP with its options, which the constructor checks.
 
     Args:
-        name: one of `COMM_HOOKS`.
-        wrapper: "no", or the 16-bit dtype that PowerSGD's input is rounded to.
-        state: arguments of torch's `PowerSGDState`, or of `LocalSGDPlan`.
+        name: one of `COMM_HOOKS`, such as "bf16" or "power_sgd".
+        wrapper: dtype to which gradients are rounded before PowerSGD: "no", "fp16" or "bf16".
+        state: arguments of torch's `PowerSGDState` for "power_sgd", or of `LocalSGDPlan` for "post_local_sgd".
     """
 
     name: str = "no"
@@ -58,8 +58,8 @@ class CommHook:
             self._power_state()
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Register the hook in a DDP. The hook "post_local_sgd" is registered by `PostLocalSGD`."""
-        # Imported late, since few runs compress their gradients.
+        """Register the hook in a DDP module; `PostLocalSGD` registers the hook "post_local_sgd" itself."""
+        # Imported late: only needed if gradients are compressed.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         if self.name in ("fp16", "bf16"):
@@ -88,26 +88,26 @@ class CommHook:
 
 
 def _under_own_name(hook: Hook) -> Hook:
-    """Give a hook another name, since DDP refuses torch's bfloat16 hooks without NCCL.
+    """Wrap a hook in a function of another name.
 
-    gloo can sum bfloat16 too.
+    Without NCCL, DDP refuses torch's bfloat16 hooks by their names, although gloo can sum bfloat16 too.
     """
 
-    def travel(state, bucket):  # without annotations: torch compares them with classes, and in this file they are texts
+    def travel(state, bucket):  # without annotations: torch checks them, and here they are strings
         return hook(state, bucket)
 
     return travel
 
 
 def _one_bucket_at_a_time(hook: Hook) -> Hook:
-    """Keep the messages of a hook in the same order on all ranks, for gloo.
+    """Make a hook process one gradient bucket after the other, which PowerSGD needs with gloo.
 
-    PowerSGD sends further messages from the callbacks of its messages, and gloo runs these callbacks in several
-    threads. With two buckets at the same time, ranks would pair messages of different buckets and crash.
+    PowerSGD starts further collectives in the callbacks of its collectives, and gloo runs these callbacks in several
+    threads. With two buckets at the same time, ranks could match collectives of different buckets and crash.
     """
 
     @wraps(hook)
-    def waiting(state, bucket):  # without annotations, which torch compares with classes
+    def waiting(state, bucket):  # without annotations: torch checks them, and here they are strings
         future = hook(state, bucket)
         future.wait()
         return future
@@ -116,7 +116,7 @@ def _one_bucket_at_a_time(hook: Hook) -> Hook:
 
 
 def mean_of(bucket: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.futures.Future[Any]:
-    """Return the mean of a bucket over a group; over all ranks if no group is given."""
+    """Start to average a bucket over a process group (None: all ranks); return a future of the mean."""
     world = torch.distributed.get_world_size(group)
     work = torch.distributed.all_reduce(bucket.div_(world), group=group, async_op=True)
     assert work is not None

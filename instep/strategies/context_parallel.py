@@ -1,8 +1,9 @@
-"""Context parallelism: each rank of a group has a part of every sequence, and attention sees all of it.
+"""Context parallelism: each rank of a group has a part of every sequence, but attention covers the whole sequence.
 
-Before an attention, the ranks exchange their parts of the sequence for heads, so that each rank computes some heads
-over the whole sequence. After it they exchange back. With any mask, results and gradients are those of one process.
-torch's own ring attention, for GPUs, keeps the heads together and passes keys and values around instead.
+Before an attention, an all-to-all exchange gives each rank some of the heads over the whole sequence, in place of all
+heads over its part of the sequence. After the attention, a second exchange reverses this. With any mask, results and
+gradients are those of one process. torch's own ring attention, for GPUs, keeps the heads together and sends keys and
+values from rank to rank instead.
 
 Source: Jacobs et al., DeepSpeed Ulysses, 2023 (https://arxiv.org/abs/2309.14509); Liu, Zaharia, Abbeel: Ring Attention
 with Blockwise Transformers, 2023 (https://arxiv.org/abs/2310.01889), as built in torch.
@@ -24,14 +25,14 @@ from instep.errors import DataError, HookError, SettingError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_active: ContextParallel | None = None  # context of the step that this process runs
+_active: ContextParallel | None = None  # set while a step with context parallelism runs
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions of this rank's tokens in their sequence, in place of `torch.arange`.
+    """Return the positions of this rank's tokens in the whole sequence; use it in place of `torch.arange(length)`.
 
     Args:
-        length: length of the part of the sequence that the model got.
+        length: length of this rank's part of the sequence, which is the input of the model.
         device: device of the result.
 
     Returns:
@@ -47,7 +48,7 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class ContextParallel:
-    """Attention over sequences that are divided among ranks: parts of sequences are exchanged for heads.
+    """Context parallelism by an all-to-all exchange of sequence parts and attention heads.
 
     Args:
         mesh: 1-dim mesh of the ranks that share their sequences, in the order of the parts.
@@ -67,8 +68,8 @@ class ContextParallel:
 
         Args:
             batch: nested tensors, the same on all ranks of the group.
-            dims: number of the sequence's dimension, for every tensor that has this dimension; or a dict from keys or
-                indices of the batch to the dimension, so that only those are split.
+            dims: index of the sequence dimension; every tensor that has this dimension is split. Or a dict from keys or
+                indices of the batch to the dimension: only these entries are split.
         """
         if not isinstance(dims, Mapping):
             return map_leaves(
@@ -79,7 +80,7 @@ class ContextParallel:
         return parts if isinstance(batch, Mapping) else tuple(parts.values())
 
     def part(self, value: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a tensor along a dimension."""
+        """Return this rank's part of a tensor, which is split along dimension `dim`."""
         pieces = self.size * self.pieces_per_rank
         if value.shape[dim] % pieces:
             raise DataError(
@@ -91,7 +92,7 @@ class ContextParallel:
         return torch.cat([cut[i] for i in self._mine()], dim)
 
     def _mine(self) -> tuple[int, ...]:
-        """Return the pieces of the sequence that this rank has."""
+        """Return the indices of the pieces of the sequence that this rank has."""
         return (self.rank,)
 
     # ---- the step
@@ -99,12 +100,12 @@ class ContextParallel:
     def step(
         self, step: Callable[..., Any], dims: int | Mapping[Any, int], everywhere: bool = True
     ) -> Callable[..., Any]:
-        """Wrap a step, so that it gets this rank's part of the batch and its attention sees the whole sequence.
+        """Wrap a step so that it gets this rank's part of the batch, and its attention covers the whole sequence.
 
         Args:
-            step: the step.
-            dims: as in `split`.
-            everywhere: whether every rank must run an attention; a stage of a pipeline may have none.
+            step: step method, called with the batch as the first argument.
+            dims: sequence dimensions, as in `split`.
+            everywhere: whether it is an error if the step calls no attention; a pipeline stage may have none.
         """
 
         def run(batch: Any, *args: Any) -> Any:
@@ -123,13 +124,16 @@ class ContextParallel:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Let attention see the whole sequence, in a step, and in a backward that recomputes parts of it."""
+        """Patch `F.scaled_dot_product_attention` in the `with` block so that it covers the whole sequence.
+
+        It is needed around a step, and around a backward that recomputes activations.
+        """
         global _active
-        if _active is not None:  # a backward within a step has entered again
+        if _active is not None:  # already patched: this is a backward within a step
             yield
             return
         fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layers would bypass this attention
+        torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layers do not call the patched function
         _active = self
         try:
             with self._patched():
@@ -143,7 +147,7 @@ class ContextParallel:
 
     @contextmanager
     def _counted(self, attend: Callable[..., Tensor]) -> Iterator[None]:
-        # Patched by name in its module, since a torch function mode would slow down every torch call.
+        # The function is replaced in its module: a torch function mode would slow down every torch call.
         before = F.scaled_dot_product_attention
 
         def counted(*args: Any, **kwargs: Any) -> Tensor:
@@ -156,7 +160,7 @@ class ContextParallel:
         finally:
             F.scaled_dot_product_attention = before
 
-    # ---- attention by exchange
+    # ---- attention with all-to-all exchanges
 
     def _exchanged(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def exchanged(
@@ -178,7 +182,7 @@ class ContextParallel:
                     field="cp",
                     got=self.size,
                 )
-            # If there are too few key heads to divide, repeat them, one for each query head.
+            # If the number of key heads is not a multiple of the group's size, repeat them to one for each query head.
             if enable_gqa and key.shape[-3] % self.size:
                 key, value = (tensor.repeat_interleave(heads // tensor.shape[-3], -3) for tensor in (key, value))
             mask = None if attn_mask is None else self._mask(attn_mask, query.shape[-2], key.shape[-2], heads)
@@ -193,26 +197,26 @@ class ContextParallel:
         return exchanged
 
     def _exchange(self, tensor: Tensor, scatter: int, gather: int) -> Tensor:
-        """Keep this rank's part along one dimension, and get all ranks' parts along the other."""
+        """Exchange with all ranks: split along dimension `scatter`, and join along dimension `gather`."""
         return torch.cat(self._swap(torch.stack(tensor.chunk(self.size, scatter))), gather)
 
     def _gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """Gather all ranks' parts along a dimension."""
+        """Gather the tensors of all ranks, and concatenate them along a dimension."""
         return torch.cat(self._swap(tensor.expand(self.size, *tensor.shape).contiguous()), dim)
 
     def _swap(self, parts: Tensor) -> tuple[Tensor, ...]:
-        """Send the i-th part to rank i, and get one part from each rank."""
-        # Imported late, since only context parallelism needs it.
+        """Send the i-th part to rank i, and return the parts received from all ranks."""
+        # Imported late: only needed with context parallelism.
         from torch.distributed import _functional_collectives as collectives
 
-        # Before torch 2.13 the version with a gradient has no kernel for inference mode.
+        # Before torch 2.13 all_to_all_single_autograd does not work in inference mode.
         plain = torch.is_inference_mode_enabled()
         swap = collectives.all_to_all_single if plain else collectives.all_to_all_single_autograd
         ones = [1] * self.size
         return swap(parts, ones, ones, self.mesh.get_group()).unbind(0)
 
     def _mask(self, mask: Tensor, queries: int, keys: int, heads: int) -> Tensor:
-        """Return the mask of this rank's heads over the whole sequence."""
+        """Return the attention mask for this rank's heads over the whole sequence."""
         mask = torch.atleast_2d(mask)
         rows, columns = mask.shape[-2:]
         if rows == 1 and columns == keys:
@@ -229,10 +233,10 @@ class ContextParallel:
 
 
 class RingAttention(ContextParallel):
-    """Attention over sequences that are divided among ranks, by torch's ring. It needs a GPU and takes no mask.
+    """Context parallelism by torch's ring attention, which needs GPUs and takes no mask.
 
     Each rank has one piece from the beginning and one from the end of the sequence, so that all ranks have the same
-    work in a causal attention.
+    amount of work in a causal attention.
     """
 
     pieces_per_rank = 2
@@ -242,10 +246,10 @@ class RingAttention(ContextParallel):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        from torch.distributed.tensor.experimental import context_parallel  # imported late: few runs use it
+        from torch.distributed.tensor.experimental import context_parallel  # imported late: rarely used
 
-        # torch splits buffers in place. The batch is split already, so torch gets a stand-in with the sequence's
-        # length.
+        # torch's context splits the buffers that it gets in place. Here the batch is split already, so it gets a
+        # placeholder.
         stand_in = torch.empty(2 * self.size, device=self.mesh.device_type)
         ring = context_parallel(self.mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in})
         with ring, self._counted(F.scaled_dot_product_attention):

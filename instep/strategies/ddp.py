@@ -1,4 +1,4 @@
-"""Data parallelism with a replica per process, over torch's DistributedDataParallel."""
+"""`DDPStrategy`: data parallelism with a copy of the model in each process, by torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "for
 
 
 class NamingDDP(DistributedDataParallel):
-    """torch's DDP whose error for parameters without a gradient names them."""
+    """torch's DDP, with the names of the parameters in its error for parameters without a gradient."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -56,17 +56,17 @@ class NamingDDP(DistributedDataParallel):
 
 
 class BucketOrder:
-    """Order in which gradients arrive in the first backward that reduces them.
+    """The order in which DDP gets gradients in its first backward, by which it makes its gradient buckets.
 
     Args:
-        ddp: a DDP before its first backward.
+        ddp: a DDP module before its first backward.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.names: list[str] = []
         """The parameters in that order; empty before it is known, and where it does not matter."""
         self._ddp: DistributedDataParallel | None = ddp
-        self._parameters = _parameters(ddp)  # parameters by their current names, which pruning may change
+        self._parameters = _parameters(ddp)  # by their current names, which pruning may change
         self._handles: list[Any] = []
         regroups = not ddp.find_unused_parameters and not ddp.static_graph
         if torch.distributed.get_world_size(ddp.process_group) > 2 and regroups:
@@ -84,13 +84,13 @@ class BucketOrder:
         return note
 
     def stop(self) -> None:
-        """Stop recording the order."""
+        """Stop recording the order of gradients."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._ddp = [], None
 
     def restore(self, names: Sequence[str]) -> None:
-        """Make the first backward build the same buckets as in the run that had this order. Collective."""
+        """Make DDP build the same buckets as in an earlier run, whose order of names this is. Collective."""
         ddp = self._ddp
         if ddp is None or not self._handles:
             return
@@ -99,7 +99,7 @@ class BucketOrder:
             return
         self.stop()
         self.names = list(names)
-        with torch.enable_grad():  # a backward visits first what was made last
+        with torch.enable_grad():  # a backward visits the last operation first
             loss = torch.stack([(parameters[name].flatten()[:1] * 0).sum() for name in reversed(names)]).sum()
         reducer: Any = ddp.reducer
         reducer.prepare_for_backward([])
@@ -124,22 +124,23 @@ class DDPStrategy(Strategy):
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy.
         broadcast_buffers: whether each forward begins with the buffers of rank 0.
         comm_hook: how gradients are communicated. "no": unchanged. "fp16" and "bf16": rounded to 16 bits. "power_sgd":
-            as low-rank factors, from step `start_powerSGD_iter` on (1000 by default). "post_local_sgd": not at all or
-            only within each machine, with an average of the weights every few steps. The memory of PowerSGD is not part
-            of a checkpoint, so a resumed run starts it anew.
+            as low-rank factors, from step `start_powerSGD_iter` on (1000 by default). "post_local_sgd": gradients are
+            not communicated, or only within each machine, and weights are averaged every few steps. The error memory of
+            PowerSGD is not part of a checkpoint, so a resumed run starts it anew.
         comm_wrapper: "fp16" or "bf16": dtype to which gradients are rounded before PowerSGD.
         comm_state: arguments of torch's `PowerSGDState`, such as `{"matrix_approximation_rank": 2}`; for
             "post_local_sgd" arguments of `LocalSGDPlan`, such as `{"period": 8, "warmup_steps": 100}`.
-        zero_redundancy_optimizer: whether each rank keeps the optimizer's state for its part of the parameters only,
-            steps these, and sends them to the others (ZeRO stage 1). The weights have the same bits as without it.
-        consolidate_optimizer: whether this state is gathered in rank 0's memory for a checkpoint, which is then the
-            same as without `zero_redundancy_optimizer`. Otherwise each rank writes its own part. Any strategy and world
-            size can load both forms.
+        zero_redundancy_optimizer: whether each rank keeps the optimizer's state only for its part of the parameters,
+            steps this part, and sends it to the other ranks (ZeRO stage 1). The weights are bit-identical to those
+            without this option.
+        consolidate_optimizer: whether the divided optimizer state is gathered in rank 0's memory for a checkpoint,
+            which is then the same as without `zero_redundancy_optimizer`. Otherwise each rank writes its own part. Both
+            forms can be loaded under any strategy and world size.
         **ddp_options: other arguments of `torch.nn.parallel.DistributedDataParallel`, such as `process_group`.
 
     Raises:
-        SettingError: a value is wrong, or two contradict each other. When training starts: the device, the precision or
-            the optimizers do not support an option.
+        SettingError: an argument is wrong, or two arguments contradict each other. (When training starts:) the device,
+            the precision or the optimizers do not support an option.
 
     Example:
         >>> DDPStrategy(gradient_as_bucket_view=True, comm_hook="bf16").name
@@ -189,7 +190,7 @@ class DDPStrategy(Strategy):
         self.hook = CommHook(comm_hook, comm_wrapper, dict(comm_state or {}))
         self.local_sgd_plan: LocalSGDPlan | None = None
         if comm_hook == "post_local_sgd":
-            from instep.strategies.local_sgd import LocalSGDPlan  # imported late: few runs take it
+            from instep.strategies.local_sgd import LocalSGDPlan  # imported late: rarely used
 
             self.local_sgd_plan = LocalSGDPlan.of(self.hook.state)
         self.replicas_diverge = self.local_sgd_plan is not None
@@ -207,10 +208,10 @@ class DDPStrategy(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        # A copy, since jsonargparse would follow the dict itself into torch's class and pass all of its defaults.
+        # A copy: jsonargparse would trace the dict `ddp_options` itself to torch's class, and pass all its defaults.
         self.ddp_options = {**ddp_options, **{option: value for option, value in own.items() if value}}
         if not broadcast_buffers:
-            # Newer torch has another name for this option, and warns of the old one.
+            # Newer versions of torch have another name for this option, and warn about the old one.
             new, old = "forward_sync_buffers", "broadcast_buffers"
             self.ddp_options[new if new in _TORCH_OPTIONS else old] = False
         self._ddp: DistributedDataParallel | None = None
@@ -229,7 +230,7 @@ class DDPStrategy(Strategy):
         other.__dict__ = deepcopy(self.__getstate__(), memo | shared)
         return other
 
-    # ---- life
+    # ---- set-up and tear-down
 
     def connect(self, device: torch.device, precision: Precision) -> None:
         super().connect(device, precision)
@@ -276,7 +277,7 @@ class DDPStrategy(Strategy):
         return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
 
     def _spreads(self, module: nn.Module, trains: bool) -> bool:
-        """Return True if gradients are averaged over ranks. A module that trains nothing only gets rank 0's weights."""
+        """Return True if the module needs DDP; if it has nothing to train, only copy rank 0's weights to all ranks."""
         self.teardown()
         if not torch.distributed.is_initialized():
             world_size = read_environment().world_size
@@ -288,16 +289,16 @@ class DDPStrategy(Strategy):
             return False
         if trains and any(p.requires_grad for p in module.parameters()):
             return True
-        # Each rank has read the skipped weights from the same files.
+        # The weights of dispatched models are skipped: each rank has read them from the same files.
         broadcast_weights(module, skip=dispatched_weights(module).__contains__)
         return False
 
     def _distribute(
         self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool, again: bool = False
     ) -> DistributedDataParallel:
-        """Make torch's DDP. With `again`, in the middle of training, weights and buffers are not copied."""
+        """Wrap the module in torch's DDP; with `again` (during training), do not copy rank 0's weights and buffers."""
         kept = dispatched_weights(module)
-        # DDP cannot copy these: offloaded weights, which each rank has from the same files, and tensors of torchao
+        # DDP cannot copy tensors of torchao, and offloaded weights, which each rank has read from the same files.
         ignored = [
             name
             for name, p in module.named_parameters()
@@ -307,7 +308,7 @@ class DDPStrategy(Strategy):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         if not again:
             with torch.no_grad():
-                for tensor in quantized_tensors(module):  # the scales of bitsandbytes, which DDP does not know either
+                for tensor in quantized_tensors(module):  # tensors that are no parameters, which DDP ignores
                     tensor.copy_(broadcast(tensor))
         ddp = NamingDDP(
             module,
@@ -317,7 +318,7 @@ class DDPStrategy(Strategy):
         )
         self.hook.register(ddp)
         self._order = None
-        if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # other hooks keep no sums, or start anew
+        if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # sums depend on the buckets
             self._order = BucketOrder(ddp)
         if self.local_sgd_plan is not None:
             if len(optimizers) > 1 and self._manual:
@@ -337,7 +338,7 @@ class DDPStrategy(Strategy):
             self._shards.append(self._divide(optimizer))
 
     def teardown(self) -> None:
-        # The state of the hook stays, for a checkpoint that is saved after the run.
+        # Keep the state of local SGD for a checkpoint that is saved after the run.
         self._ddp, self._optimizers = None, ()
         if self._order is not None:
             self._order.stop()
@@ -350,7 +351,7 @@ class DDPStrategy(Strategy):
     # ---- the step
 
     def abandon_step(self) -> None:
-        # The module may still be used elsewhere, and must not wait for the remaining gradients of that step.
+        # Remove DDP's autograd hooks: a later backward of the module must not wait for gradients of that step.
         if self._ddp is not None:
             self._ddp.reducer._remove_autograd_hooks()
             self.teardown()
@@ -363,8 +364,8 @@ class DDPStrategy(Strategy):
             return lambda *args: ddp(name, *args)
 
         def manual_step(*args: Any) -> Any:
-            # The backward runs inside the step. So the forward must not arm the reducer, before or after it; each
-            # backward does this itself (in prepare_backward).
+            # In manual optimization the backward runs inside of the step, so DDP must not prepare its reducer at the
+            # forward. `prepare_backward` does it for each backward.
             ddp.require_backward_grad_sync = False
             try:
                 return ddp(name, *args)
@@ -385,9 +386,9 @@ class DDPStrategy(Strategy):
     @contextmanager
     def _without_sync(self, ddp: DistributedDataParallel) -> Iterator[None]:
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
-            yield  # torch learns the graph in the first backward, and fails if that one reduces nothing
+            yield  # a static graph is recorded in the first backward, which must reduce
             return
-        before, self._syncs = self._syncs, False  # not DDP's own flag, which is off in every manual step
+        before, self._syncs = self._syncs, False  # DDP's own flag does not do: it is off in each manual step
         try:
             with ddp.no_sync():
                 yield
@@ -406,9 +407,9 @@ class DDPStrategy(Strategy):
 
     def average_replicas(self) -> None:
         if self._local_sgd is not None:
-            self._local_sgd.average_replicas()  # averages buffers too
+            self._local_sgd.average_replicas()  # this averages buffers too
         elif self.ddp_options.keys().isdisjoint(("broadcast_buffers", "forward_sync_buffers")):
-            super().average_replicas()  # otherwise each rank keeps its own buffers
+            super().average_replicas()  # with broadcast_buffers=False, ranks keep their own buffers
 
     # ---- state
 
@@ -454,7 +455,7 @@ def _trainable(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _of_optimizers(tree: Any) -> Any:
-    """Return the optimizer states in a tree, of which each rank has a part. Weights are the same on all ranks."""
+    """Return a state with only its optimizer states, since each rank has a part of these and the same weights."""
     if isinstance(tree, list):
         return [part for part in map(_of_optimizers, tree) if part is not None] or None
     return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None

@@ -1,4 +1,4 @@
-"""Data parallelism in one process, over torch's DataParallel."""
+"""`DataParallelStrategy`: data parallelism over several GPUs in one process, by torch's DataParallel."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from instep.utils.warn import warn_user
 
 
 class DataParallelStrategy(Strategy):
-    """`nn.DataParallel`: one process splits each batch over its GPUs, one thread each. Prefer `DDPStrategy`.
+    """`nn.DataParallel`: one process splits each batch over its GPUs, with a thread for each GPU.
 
-    DDP is faster, also on one machine: DataParallel copies the weights to every GPU in each forward, gathers all
-    outputs on the first GPU, and runs all threads in one Python interpreter. This strategy is for programs that must
-    stay in one process.
+    `DDPStrategy` is faster, even on one machine: DataParallel copies the weights to every GPU in each forward, gathers
+    all outputs on the first GPU, and runs all threads in one Python interpreter. This strategy is for programs that
+    must use a single process.
 
-    Only the forward of one module is split, along the first dimension of its arguments. The step around it sees the
+    Only the forward of one module is split, along the first dimension of its arguments. The training step gets the
     whole batch, so losses, `self.log` and metrics are those of a single device. If the forward changes buffers, those
-    of the first GPU are kept. On a machine with one GPU or only a CPU, it trains there, with a warning.
+    of the first GPU are kept. On a machine with one GPU or only a CPU, the strategy warns and trains on this device.
 
     Args:
-        device_ids: the GPUs; None for all visible ones. Use `Trainer(devices=1)` with both, since `devices` counts
-            processes.
-        module: name of the submodule whose forward is split, such as "net"; None for the module's own `forward`, which
+        device_ids: indices of the GPUs. None: all visible GPUs. Always use `Trainer(devices=1)`, since `devices` is the
+            number of processes.
+        module: name of the submodule whose forward is split, such as "net". None: the module's own `forward`, which
             `training_step` calls as `self(...)`.
 
     Raises:
-        SettingError: the devices are wrong. When training starts: there is no such submodule, or no forward.
+        SettingError: the devices are wrong. (When training starts:) there is no such submodule, or it has no forward.
 
     Example:
         >>> DataParallelStrategy(device_ids=[0, 1], module="net").name

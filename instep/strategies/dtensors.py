@@ -1,4 +1,4 @@
-"""Tensors that several ranks hold together (torch's DTensor): the parts that a rank writes and loads."""
+"""Helpers to save and load DTensors, torch's tensors that are sharded over the ranks of a device mesh."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from instep.utils.optimizer_state import whole
 
 
 def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -> Tensor | Shard | None:
-    """Return the part of a tensor that this rank writes. Local.
+    """Return the part of a tensor that this rank writes into a checkpoint. Local.
 
     Args:
         tensor: a DTensor, or a plain tensor that is the same on all ranks.
-        first: whether this rank writes plain tensors.
-        mesh: mesh of all processes. A tensor on some of its dimensions is the same along the other ones, except `pp`.
+        first: whether this rank is the one that writes plain tensors.
+        mesh: device mesh of all processes. A DTensor on some dimensions of it is the same along its other dimensions,
+            except `pp`.
 
     Returns:
-        The shard of this rank; None if the rank holds nothing, or if another rank writes the same.
+        This rank's part; None if the rank has no elements, or if another rank writes the same elements.
 
     Raises:
-        UnsavableStateError: the part is no box of the tensor.
+        UnsavableStateError: the part is not a rectangular box of the tensor.
     """
     if not isinstance(tensor, DTensor):
         return tensor if first else None
@@ -42,7 +43,7 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
         return None
     named = tensor.device_mesh.mesh_dim_names or ()
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    # A user's own mesh has other dimensions. In that case the reader takes each box once.
+    # Without names of `mesh` (a user's own mesh) several ranks may write the same box, of which a reader uses one.
     if mesh is not None and named and set(named) <= set(names):
         others = set(names) - {*named, "pp"}
         if any(mesh.get_local_rank(name) for name in others):
@@ -61,12 +62,12 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
 
 
 def parts_to_write(tree: Any, first: bool, mesh: DeviceMesh | None = None) -> Any:
-    """Return a state with only this rank's parts. Entries of dicts that this rank does not write are left out. Local.
+    """Return the parts of a state that this rank writes; dict entries that another rank writes are left out. Local.
 
     Args:
-        tree: dicts, lists and tuples of tensors and other values. Every rank writes the other values.
-        first: as in `part_to_write`.
-        mesh: as in `part_to_write`.
+        tree: dicts, lists and tuples of tensors and other values; every rank writes values that are not tensors.
+        first: whether this rank is the one that writes plain tensors.
+        mesh: device mesh of all processes; see `part_to_write`.
     """
     if isinstance(tree, Tensor):
         return part_to_write(tree, first, mesh)
@@ -79,21 +80,21 @@ def parts_to_write(tree: Any, first: bool, mesh: DeviceMesh | None = None) -> An
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's part of a DTensor, and the part's offset in each dimension."""
+    """Return the shape of this rank's part of a DTensor, and the index of its first element in each dimension."""
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offsets)
 
 
 def take_part(value: Tensor | StoredTensor, like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return this rank's part of a whole tensor, sharded like another one. Local; only the part is read.
+    """Shard a whole tensor like another tensor; only this rank's part of it is read. Local.
 
     Args:
         value: the whole tensor, with the shape of `like`.
-        like: a DTensor, or a plain tensor; for a plain one, all of `value` is returned.
-        device: device of a DTensor's part; None for the device of `like`.
+        like: a DTensor, or a plain tensor; for a plain tensor, all of `value` is returned.
+        device: device of the part of a DTensor. None: the device of `like`.
 
     Returns:
-        A tensor with the dtype of `value`, which is a DTensor if `like` is one.
+        A tensor with the dtype of `value`: a DTensor if `like` is a DTensor.
     """
     if not isinstance(like, DTensor):
         return whole(value)
@@ -107,17 +108,17 @@ def take_part(value: Tensor | StoredTensor, like: Tensor, device: torch.device |
 
 
 def with_local(local: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that is sharded like another one, with `local` as this rank's part."""
+    """Return a DTensor that is sharded like `like`, with `local` as this rank's part."""
     return _distributed(local, like, like.placements) if isinstance(like, DTensor) else local
 
 
 def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return an optimizer's whole state, sharded like its parameters. Local.
+    """Shard the whole state of an optimizer like its parameters. Local.
 
     Args:
         tree: state with whole tensors, in the form of `utils/optimizer_state.py`.
-        parameters: parameters of the optimizer by canonical name. State of other parameters, or with another shape, is
-            not read.
+        parameters: parameters of the optimizer by canonical name. State of other parameters, or of another shape, is
+            left out.
     """
 
     def fits(name: str) -> bool:
@@ -132,21 +133,21 @@ def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dic
 
 
 def take_state(value: Any, parameter: Tensor) -> Any:
-    """Return one value of a parameter's whole optimizer state, sharded like the parameter. Local."""
-    if isinstance(value, list | tuple):  # the states of L-BFGS are lists
+    """Shard one value of a parameter's optimizer state like the parameter. Local."""
+    if isinstance(value, list | tuple):  # L-BFGS has lists of tensors in its state
         return type(value)([take_state(one, parameter) for one in value])
     if not isinstance(parameter, DTensor) or not getattr(value, "shape", ()):
         return whole(value)
     if value.shape == parameter.shape:
         return take_part(value, parameter)
-    # The value is a factor, of which every rank keeps the whole.
+    # A tensor of another shape (such as a factor of Adafactor) is kept whole on every rank.
     return _distributed(whole(value), parameter, [Replicate()] * parameter.device_mesh.ndim)
 
 
 def gather_whole(value: Any) -> Any:
-    """Gather a DTensor as a plain tensor on every rank, on the mesh's device. Return any other value unchanged.
+    """Gather a DTensor to a plain tensor on every rank, on the mesh's device; return any other value unchanged.
 
-    Collective.
+    Collective: all ranks call it.
     """
     if not isinstance(value, DTensor):
         return value

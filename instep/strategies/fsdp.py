@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism, over torch's `fully_shard` (FSDP2)."""
+"""`FSDPStrategy`: fully sharded data parallelism by torch's `fully_shard` (FSDP2)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class FSDPGradients(Gradients):
-    """Gradients that are sharded."""
+    """Gradients that FSDP2 shards over ranks."""
 
     def leaves(self) -> Iterable[Tensor]:
         yield from super().leaves()
@@ -64,7 +64,7 @@ class FSDPGradients(Gradients):
             yield entry._unsharded_param
 
     def gathered(self) -> Iterator[Any]:
-        """Yield torch's record of each gathered parameter, which has no public name."""
+        """Yield FSDP2's private record (FSDPParam) of each sharded parameter."""
         for part in self.strategy._sharded:
             for group in _param_groups(part):
                 for entry in group.fsdp_params:
@@ -74,7 +74,7 @@ class FSDPGradients(Gradients):
     def clip(
         self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
     ) -> Tensor | None:
-        # Parameters without a gradient are included, since all ranks must reduce the same sums.
+        # Include parameters without a gradient, since all ranks must reduce the same sums.
         if algorithm == "value":
             clip_value_(parameters, value)
             return None
@@ -87,41 +87,42 @@ class FSDPGradients(Gradients):
 
 
 class FSDPStrategy(Strategy):
-    """`fully_shard`: each rank keeps a part of weights, gradients and optimizer states, and gathers a block to use it.
+    """`fully_shard`: each rank keeps shards of weights, gradients and optimizer states, and gathers blocks when needed.
 
-    Parts that the module has sharded in its own `configure_model` are not changed (use the mesh
-    `trainer.strategy.dp_mesh` there). The rest of the module is sharded as one unit.
+    Submodules that the module has sharded in its own `configure_model` are not changed (use the mesh
+    `trainer.strategy.dp_mesh` there). All weights outside of the blocks are sharded together.
 
     Args:
-        wrap: which parts are gathered one at a time: classes or their names, a least number of parameters, or a
-            function of a module's name and the module. None: the blocks of a transformer in an `nn.ModuleList` or
-            `nn.Sequential`, as found by `wrapping.select`.
+        wrap: which submodules (blocks) are sharded and gathered separately: classes or their names, a minimum number of
+            parameters, or a function of a submodule's name and the submodule. None: the blocks of a transformer in an
+            `nn.ModuleList` or `nn.Sequential`, as found by `wrapping.select`.
         dp_replicate: number of copies of the weights, each sharded over `world size / dp_replicate` consecutive
-            processes (HSDP). "auto": one per node, or two on a single node.
-        reshard_after_forward: whether to free a part's gathered weights after its forward, and to gather them again for
-            its backward. False uses memory to save the second gathering. A number gathers them again from only this
-            number of processes. None: torch's choice, which is True for all parts but the root module.
-        mp_policy: dtypes of gathered weights, of gradients that are reduced, and of outputs. None: with a precision
+            processes (HSDP). "auto": one copy per node, or two on a single node.
+        reshard_after_forward: True: free a block's gathered weights after its forward, and gather them again for its
+            backward. False: keep them, which needs memory but saves the second gathering. A number: keep them sharded
+            over only this number of processes. None: torch's default, which is True for all but the root module.
+        mp_policy: dtypes of gathered weights, of the reduction of gradients, and of outputs. None: with a precision
             that uses autocast, weights are gathered in the lower precision, and gradients are reduced in float32.
-        cpu_offload: whether to keep weights, gradients and optimizer states in the CPU's memory.
-        activation_checkpointing: parts, chosen as in `wrap`, whose activations are recomputed in the backward. True:
-            the parts of `wrap`. The callback `instep.activations.ActivationCheckpointing` can do more, under every
-            strategy.
-        meta_init: whether to run `configure_model` on the meta device. Parts are then materialized one at a time by
-            their modules' `reset_parameters`, in the module's order. Weights of modules without this method must come
-            from a checkpoint.
-        accumulate_sharded: whether to reduce gradients in each micro-batch of an accumulation window, so that a rank
-            holds only shards of them. By default a rank keeps weights gathered and gradients whole until the window's
-            end, and communicates nothing.
-        forward_prefetch: how many parts ahead are gathered while one computes; 0 for torch's default.
-        backward_prefetch: the same for the backward, where torch's default is one part ahead.
-        compile: True, or options of `torch.compile`, to compile the forward of each part of `wrap`.
-        forward_methods: further methods of the module that use its weights and may be called from outside.
-        **unknown: any other argument raises an error that names the replacement.
+        cpu_offload: whether to keep weights, gradients and optimizer states in CPU memory.
+        activation_checkpointing: submodules, chosen as in `wrap`, whose activations are recomputed in the backward.
+            True: the blocks of `wrap`. The callback `instep.activations.ActivationCheckpointing` has more options and
+            works under every strategy.
+        meta_init: whether to run `configure_model` on the meta device. Modules are then materialized one at a time by
+            their `reset_parameters`, in the order of the module. Weights of modules without this method must come from
+            a checkpoint.
+        accumulate_sharded: True: reduce gradients after each micro-batch, so that a rank holds only shards of them.
+            False: until the optimizer step, a rank keeps weights gathered and gradients whole, and communicates
+            nothing.
+        forward_prefetch: number of blocks that are gathered ahead in the forward; 0: torch's default.
+        backward_prefetch: number of blocks that are gathered ahead in the backward; 0: torch's default, which is one.
+        compile: True, or a dict of options of `torch.compile`: compile the forward of each block of `wrap`.
+        forward_methods: names of further methods of the module that use its weights and are called from outside.
+        **unknown: any other argument raises an error that names a replacement.
 
     Raises:
-        SettingError: an option is wrong. When training starts: the module has no part of a class; the number of
-            processes cannot be divided in this way; weights have no values; or a part shares weights with another one.
+        SettingError: an argument is wrong. (When training starts:) the module has no submodule of a class in `wrap`;
+            the processes cannot be divided into this number of copies; weights have no values; or a block shares
+            weights with another one.
 
     Example:
         >>> FSDPStrategy(wrap="Block", dp_replicate=2, activation_checkpointing=True).name
@@ -211,7 +212,7 @@ class FSDPStrategy(Strategy):
             [name for name, parameter in options.items() if parameter.kind is not parameter.VAR_KEYWORD],
         )
 
-    # ---- life
+    # ---- set-up and tear-down
 
     def check_world_size(self, world_size: int) -> None:
         if isinstance(self.dp_replicate, int):
@@ -233,10 +234,10 @@ class FSDPStrategy(Strategy):
                 "gathers weights from other processes, and torch has no such thing on mps. Use accelerator='cpu' to "
                 "try it, or one process with strategy='single_device'."
             )
-        if not dist.is_initialized():  # with one process, sharding still needs a group
+        if not dist.is_initialized():  # sharding needs a process group even with one process
             backend = "gloo" if device.type == "cpu" else None
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        if self._world is not dist.group.WORLD:  # a second run keeps the mesh, since the module is on it
+        if self._world is not dist.group.WORLD:  # in a second run the module is on the old mesh, so keep it
             self._world = dist.group.WORLD
             state, copies = PartialState(), self.dp_replicate
             if isinstance(copies, str):
@@ -253,12 +254,12 @@ class FSDPStrategy(Strategy):
             raise wrong("reshard_after_forward", asked, expected)
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
-        """Make a mesh of all processes with named dimensions, outermost first. Collective."""
+        """Make a device mesh of all processes from the names and sizes of dimensions, outermost first. Collective."""
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """Part of the mesh over which weights are sharded: 1-dim, or 2-dim if there are copies."""
+        """Device mesh over which weights are sharded: 1-dim, or 2-dim (copies, shards) if there are copies."""
         copies = "dp_replicate" in (self.mesh.mesh_dim_names or ()) and self.mesh["dp_replicate"].size() > 1
         return self.mesh["dp_replicate", "dp_shard"] if copies else self.mesh["dp_shard"]
 
@@ -269,7 +270,7 @@ class FSDPStrategy(Strategy):
         refuse_dispatched(self.name, module)
         self.module = module
         self._without_values = _placed.get(module, set())
-        if module not in _placed:  # otherwise an earlier run has prepared the module
+        if module not in _placed:  # False if an earlier run has sharded the module
             self._freed.clear()
             before = dict(module.named_parameters(remove_duplicate=False))
             self.precision.convert_module(module)
@@ -285,20 +286,20 @@ class FSDPStrategy(Strategy):
             }
         self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._reshard()
-        # recorded now, since the module shows other parameters while a part is gathered
+        # Record the sharded parameters now: while a block is gathered, the module has other parameters.
         self._parameters = list(module.parameters())
 
     @contextmanager
     def changing_trainable(self) -> Iterator[None]:
-        self._reshard()  # a part that is gathered, as after a validation, shows copies that are dropped later
+        self._reshard()  # the parameters of a gathered block are temporary
         yield
         for part in self._sharded:
             for group in _param_groups(part):
-                # sets the dtypes of the reduction, which torch lacks for a group that was frozen
+                # Set the dtypes for the reduction of gradients, which torch has not set for frozen parameters.
                 group._init_mp_dtypes()
 
     def _read_shards(self, module: nn.Module) -> None:
-        """Read stored values into parameters on the meta device. Each rank reads its own shards."""
+        """Read the stored values of parameters that are on the meta device; each rank reads only its shards."""
         device = torch.device("cpu") if self.cpu_offload else self.device
         if not read_values(module, device, lambda stored, like: take_part(stored, like, device)):
             return
@@ -309,22 +310,20 @@ class FSDPStrategy(Strategy):
                         entry.reset_sharded_param()
 
     def _bring(self, module: nn.Module) -> None:
-        """Move tensors to the device that `fully_shard` has not moved there."""
+        """Move plain tensors, which `fully_shard` does not move, to the device."""
         for tensor in (*module.parameters(), *module.buffers()):
-            if not isinstance(tensor, DTensor):  # a DTensor may be offloaded
+            if not isinstance(tensor, DTensor):  # a DTensor may be offloaded to the CPU on purpose
                 tensor.data = tensor.data.to(self.device)
 
     def parallelize(self, module: nn.Module) -> None:
-        """Divide the module over other dimensions of the mesh, before it is sharded over the dp dimensions.
-
-        Collective.
+        """Divide the module over mesh dimensions such as "tp", before it is sharded over `dp_mesh`. Collective.
         """
 
     def shard(self, module: nn.Module) -> None:
-        """Shard a module over `dp_mesh`, in place. Collective.
+        """Shard a module over `dp_mesh`, in place. Collective: all ranks call it.
 
         Args:
-            module: module on any device, also meta; parts of it may be sharded already.
+            module: module on any device, also the meta device; submodules may be sharded already.
         """
         for method in self.forward_methods:
             if not hasattr(module, method):
@@ -332,7 +331,7 @@ class FSDPStrategy(Strategy):
         done = any(isinstance(part, FSDPModule) for part in module.modules())
         units = {} if done else units_of(module, self.wrap_policy, self.name)
         recomputed = recomputed_of(module, self.activation_checkpointing, units)
-        alone = is_manual(module)  # in manual optimization only the module's parts are sharded, not the module itself
+        alone = is_manual(module)  # in manual optimization only the blocks are sharded
         maker = Materializer(self.device)
 
         def visit(part: nn.Module, name: str) -> None:
@@ -356,15 +355,15 @@ class FSDPStrategy(Strategy):
                 setattr(module, method, gathered_methods(module).through(getattr(module, method), module))
 
     def share_weights(self, module: nn.Module) -> None:
-        """Copy rank 0's weights and buffers to every rank, if they are not sharded yet. Collective."""
+        """Copy rank 0's weights and buffers to every rank, except those that are sharded. Collective."""
         broadcast_weights(module, skip=lambda tensor: isinstance(tensor, DTensor) or tensor.is_meta)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         reshard = self.reshard_after_forward
         if root and reshard is not False:
-            reshard = None  # a step enters the root's forward once more, so its weights must stay after the first one
+            reshard = None  # a step calls the root's forward again, so its weights stay gathered
         elif alone and reshard is None:
-            # Shard again right after the forward, since there may be no backward: `generator(noise).detach()`.
+            # Reshard after the forward even for the last block: there may be no backward, as in a GAN.
             reshard = True
         sharded = fully_shard(
             module,
@@ -382,8 +381,7 @@ class FSDPStrategy(Strategy):
         compute = self.precision.compute_dtype
         if compute is None or self.precision.dtype is not None:
             return MixedPrecisionPolicy()
-        # Autocast stays on, for losses and norms. The root gets whole batches with their targets, which must not be
-        # cast.
+        # Autocast is still used, for losses and norms. Inputs of the root are not cast, since they include targets.
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=not root)
 
     def _set_prefetch(self, parts: Sequence[Any]) -> None:
@@ -399,7 +397,7 @@ class FSDPStrategy(Strategy):
             raise no_values(module, self._without_values)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        # The caller moves models to devices itself.
+        # `prepare_module` has not been called if the caller moves models to devices itself.
         if self.__dict__.get("module") is not module or not self._parameters:
             self.prepare_module(module)
         self.prepare_training(module, optimizers)
@@ -429,13 +427,13 @@ class FSDPStrategy(Strategy):
         def evaluate(*args: Any) -> Any:
             try:
                 return step(*args)
-            finally:  # parameters that stay gathered would be used again after the weights have changed
+            finally:  # otherwise weights that stay gathered would become stale
                 self._reshard()
 
         return evaluate
 
     def _gathering(self, name: str) -> Callable[..., Any]:
-        """Return a step method that gathers weights as `forward` does. The module's own method is not changed."""
+        """Return a step method wrapped so that it gathers weights as `forward` does."""
         module = self.module
         if not isinstance(module, FSDPModule):
             return super().step_function(name)
@@ -449,7 +447,7 @@ class FSDPStrategy(Strategy):
             elif state._training_state.name != "IDLE":
                 raise self._refused("cannot go on after a step that was left in the middle; torch can from 2.13 on.")
         gradients: Any = self.gradients
-        for entry in gradients.gathered():  # gradients of micro-batches that were not reduced yet
+        for entry in gradients.gathered():  # gradients of micro-batches that are not reduced yet
             entry._unsharded_param.grad = entry.unsharded_accumulated_grad = None
         self._reshard()
 
@@ -488,7 +486,7 @@ class FSDPStrategy(Strategy):
             elif value.shape == like.shape:
                 taken[name] = take_part(value, like)
             else:
-                # Passed on with its shape, so that torch raises its own error.
+                # Pass on a tensor of the wrong shape, so that load_state_dict raises its usual error.
                 taken[name] = torch.empty(value.shape, device="meta")
         result = self.module.load_state_dict(taken, strict=strict)
         self._without_values -= state.keys()
@@ -511,14 +509,14 @@ class FSDPStrategy(Strategy):
         gathered: dict[str, Any] = {}
         for name, value in self.model_state().items():
             if first.get(name, name) in gathered:
-                gathered[name] = gathered[first[name]]  # a tied parameter is gathered once
+                gathered[name] = gathered[first[name]]  # gather a tied parameter only once
                 continue
             value = gather_whole(value)
             gathered[name] = value.cpu() if main and isinstance(value, Tensor) else value if main else None
         return gathered if main else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._reshard()  # sharded again first, since the names are those of sharded parameters
+        self._reshard()  # first, since names are known for the sharded parameters only
         return optimizer_state(self.module, optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
@@ -531,12 +529,12 @@ class FSDPStrategy(Strategy):
 
 
 def _param_groups(part: FSDPModule) -> list[Any]:
-    """Return torch's groups of parameters that are gathered together."""
+    """Return FSDP2's private groups (FSDPParamGroup) of parameters that are gathered together."""
     state = part._get_fsdp_state()
     return [group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group]
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter, by each of its names."""
+    """Return for each name of a parameter its first name; tied parameters have several names."""
     firsts: dict[Tensor, str] = {}
     return {name: firsts.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}

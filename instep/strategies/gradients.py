@@ -1,4 +1,4 @@
-"""Gradients between a backward and the optimizer's step: scaled, checked, clipped, and used for the step."""
+"""`Gradients`: unscale, check and clip gradients between the backward and the optimizer step, and take the step."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ _SCALED = (torch.float16, torch.float32, torch.float64)  # dtypes for which the 
 
 
 class Stepped(Protocol):
-    """The attributes of a strategy that `Gradients` needs: the module and the precision of the run."""
+    """Protocol with the attributes of a strategy that `Gradients` uses: the module and the precision of the run."""
 
     module: nn.Module
     precision: Precision
 
 
 class Gradients:
-    """Gradients of one run, with methods that scale, clip and apply them.
+    """The handling of gradients in one run: scaling, clipping and the optimizer step.
 
-    A strategy that spreads its gradients over ranks names a subclass of this as its `gradients_class`. In each
-    optimizer step the calls come in this order: `scale` for each loss, `unscale`, `multiply`, `find_nonfinite`, `clip`,
-    `step`. All calls but `scale` and `step` are optional.
+    A strategy that shards gradients sets its `gradients_class` to a subclass of this class. In each optimizer step the
+    methods are called in this order: `scale` for each loss, `unscale`, `multiply`, `find_nonfinite`, `clip`, `step`.
+    All but `scale` and `step` are optional.
 
     Args:
-        strategy: the strategy whose module has the gradients. `Strategy.connect` makes a new object of this class for
-            each run.
+        strategy: strategy whose module has the gradients. `Strategy.connect` makes a new `Gradients` for each run.
 
     Example:
         >>> from instep.strategies import DDPStrategy
@@ -51,30 +50,31 @@ class Gradients:
         self.step_was_skipped = False
         """Whether `step` left its last step out, because a scaled gradient was not finite."""
         self._unscaled: set[int] = set()
-        # Optimizers that have stepped or dropped their gradients since the scaler's last update.
+        # Ids of optimizers that have stepped or cleared their gradients since the scaler's last update.
         self._finished: set[int] = set()
         self._ones: dict[torch.device, Tensor] = {}
 
     @property
     def precision(self) -> Precision:
-        """The run's precision, with its gradient scaler."""
+        """The precision of the run, which has the gradient scaler."""
         return self.strategy.precision
 
     def leaves(self) -> Iterable[Tensor]:
-        """Return the tensors for which a backward computes gradients: the parameters as the step sees them."""
+        """Return the tensors for which a backward computes gradients: by default the module's parameters."""
         return self.strategy.module.parameters()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply a loss by the gradient scaler's factor. Return it unchanged if the precision does not scale."""
+        """Multiply a loss by the gradient scaler's factor; return it unchanged if there is no scaler."""
         if self.precision.scaler is None:
             return loss
         self.update_scaler()
         return self.precision.scaler.scale(loss)
 
     def update_scaler(self) -> None:
-        """Adapt the scaler's factor to the steps since the last call. Called before a loss is scaled and before a save.
+        """Update the scaler's factor after optimizer steps; called before the next loss is scaled and before a save.
 
-        It is not called after each step, since it makes the scaler forget its checks of other optimizers' gradients.
+        It is not called right after each step: with several optimizers, an update would make the scaler forget which
+        gradients of the others it has checked.
         """
         if self._finished and self._unscaled <= self._finished and self.precision.scaler is not None:
             self.precision.scaler.update()
@@ -82,16 +82,16 @@ class Gradients:
             self._finished.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide gradients by the scaler's factor, before clipping or reading them.
+        """Divide gradients by the scaler's factor, before they are clipped or read.
 
-        Only the first call in a step does this.
+        Further calls in the same optimizer step do nothing.
         """
         if self.precision.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             self.precision.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def unscale_together(self, optimizers: Sequence[Optimizer]) -> None:
-        """Call `unscale` for optimizers that step together: if gradients of one overflowed, none of them steps."""
+        """Call `unscale` for several optimizers: if gradients of one have overflowed, none of them will step."""
         for optimizer in optimizers:
             self.unscale(optimizer)
         scaler = self.precision.scaler
@@ -105,7 +105,7 @@ class Gradients:
                 flag.copy_(any_found)
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Record that gradients were cleared without a step, so that the next ones are scaled anew."""
+        """Record that an optimizer's gradients were cleared without a step, so that new ones are unscaled again."""
         if id(optimizer) in self._unscaled:
             self._finished.add(id(optimizer))
 
@@ -116,11 +116,11 @@ class Gradients:
                 p.grad.mul_(factor)
 
     def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
-        """Set `found` to 1 if a value is nan or inf, on any rank. Collective; the host does not wait.
+        """Set `found` to 1 if any value on any rank is nan or inf, without making the host wait. Collective.
 
         Args:
-            tensors: losses and gradients of this rank, of any dtype and device. If gradients are sharded, all shards
-                are checked, because the ranks combine their results.
+            tensors: losses and gradients of this rank, of any dtype and device; for sharded gradients, this rank's
+                shards.
             found: 0-dim float32 tensor on the run's device.
         """
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -135,10 +135,10 @@ class Gradients:
                     one = self._ones.get(device)
                     if one is None:
                         one = self._ones[device] = torch.ones((), dtype=torch.float32, device=device)
-                    # The gradient scaler's kernel with a scale of 1: one pass, and an eighth of the cost of isfinite on
+                    # The gradient scaler's kernel, with a scale of 1, needs one pass and costs an eighth of isfinite on
                     # a CPU.
                     torch._amp_foreach_non_finite_check_and_unscale_(group, here, one)
-                # Empty tensors have no largest element.
+                # Leave out empty tensors, since they have no largest element.
                 elif filled := [tensor for tensor in group if tensor.numel()]:
                     largest = torch.stack(torch._foreach_norm(filled, math.inf))
                     torch.maximum(here, largest.isfinite().logical_not().any().to(here.dtype), out=here)
@@ -153,8 +153,8 @@ class Gradients:
 
         Args:
             parameters: parameters whose gradients are clipped; those without a gradient are skipped.
-            value: the largest norm over all ranks (`norm`) or the largest absolute value of an element (`value`).
-            algorithm: `norm` or `value`.
+            value: limit for the norm over all ranks ("norm"), or for the absolute value of each element ("value").
+            algorithm: "norm" or "value".
             norm_type: order of the norm.
 
         Returns:
@@ -162,35 +162,35 @@ class Gradients:
         """
         if algorithm == "value":
             with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-            if with_gradient:  # torch raises an error if there is no gradient
+            if with_gradient:  # clip_grad_norm_ raises an error without any gradient
                 nn.utils.clip_grad_value_(with_gradient, value)
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        """Step one optimizer.
+        """Step one optimizer; with a gradient scaler, skip the step if gradients have overflowed.
 
         Args:
-            optimizer: the unwrapped optimizer.
+            optimizer: the optimizer without wrappers.
             closure: function that computes the gradients and returns the loss.
-            kwargs: passed to the optimizer's `step`.
+            kwargs: further arguments of the optimizer's `step`.
         """
         scaler = self.precision.scaler
         if scaler is None:
             optimizer.step(closure=closure, **kwargs) if closure is not None else optimizer.step(**kwargs)
             return
         if closure is not None:
-            closure()  # the scaler takes no closure
+            closure()  # GradScaler.step does not take a closure
         self.step_was_skipped = False
         if not _has_gradients(optimizer):
-            return  # the scaler refuses an optimizer without checked gradients
+            return  # GradScaler.step raises an error if no gradient was unscaled
         stepped: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
         try:
             scaler.step(optimizer, **kwargs)
         finally:
             hook.remove()
-        # a fused optimizer checks the gradients in its own kernel
+        # A fused optimizer checks for overflow in its own kernel.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             found = scaler._found_inf_per_device(optimizer).values()
             self.step_was_skipped = any(bool(value.item()) for value in found)
@@ -201,12 +201,12 @@ class Gradients:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer's groups, in order."""
+    """Return all parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """Return the real numbers of a sparse or complex tensor, as a view."""
+    """Return the values of a sparse or complex tensor as a view with real numbers."""
     tensor = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

@@ -1,6 +1,6 @@
-"""Local SGD: replicas take their own optimizer steps, and are averaged every few steps.
+"""Local SGD: each rank steps its own copy of the weights, and the copies are averaged every few steps.
 
-`average_weights` averages them, for DDP's `comm_hook="post_local_sgd"` and for `instep.accelerator.LocalSGD`.
+It is used by DDP's `comm_hook="post_local_sgd"` and by `instep.accelerator.LocalSGD`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from instep.utils.warn import warn_user
 
 @dataclass(frozen=True)
 class LocalSGDPlan:
-    """Plan of when replicas are averaged.
+    """When the ranks' copies of the weights are averaged.
 
     Args:
-        period: optimizer steps between two averages of the weights.
-        warmup_steps: number of first optimizer steps in which gradients are averaged over all ranks as usual.
-        within_node: whether gradients are still averaged over the ranks of each machine after these steps.
+        period: number of optimizer steps from one average of the weights to the next.
+        warmup_steps: number of optimizer steps at the start in which gradients are averaged over all ranks as usual.
+        within_node: whether gradients are averaged over the ranks of each machine after the warmup.
 
     Raises:
-        SettingError: a value is wrong.
+        SettingError: an argument is wrong.
     """
 
     period: Annotated[int, at_least(1)] = 8
@@ -46,7 +46,7 @@ class LocalSGDPlan:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> LocalSGDPlan:
-        """Return the plan for `DDPStrategy(comm_state=...)`."""
+        """Make a plan from the argument `comm_state` of `DDPStrategy`."""
         try:
             return LocalSGDPlan(**state)
         except TypeError as error:
@@ -58,13 +58,13 @@ class LocalSGDPlan:
             ) from error
 
     def start(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> PostLocalSGD:
-        """Start the local SGD of a module according to this plan."""
+        """Start local SGD for a module by this plan."""
         return PostLocalSGD(self, module, optimizers)
 
 
 @torch.no_grad()
 def average_weights(tensors: Iterable[Tensor]) -> None:
-    """Average weights and buffers over all ranks, in place, except integer ones. Collective.
+    """Average weights and buffers over all ranks in place; integer tensors are not changed. Collective.
 
     Args:
         tensors: tensors of one model, with the same number and shapes on all ranks.
@@ -75,12 +75,12 @@ def average_weights(tensors: Iterable[Tensor]) -> None:
 
 
 class PostLocalSGD:
-    """Local SGD of one module under DDP, after steps in which gradients are averaged.
+    """Local SGD for a module under DDP, which begins after the warmup steps of the plan.
 
     Args:
-        plan: when the replicas are averaged.
-        module: this rank's replica.
-        optimizers: optimizers that step it together.
+        plan: when the copies of the weights are averaged.
+        module: this rank's copy of the module.
+        optimizers: optimizers of the module, which step together.
     """
 
     def __init__(self, plan: LocalSGDPlan, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -92,18 +92,18 @@ class PostLocalSGD:
         self._module, self._optimizers = module, list(optimizers)
         self._node = _node_group() if plan.within_node else None
         self._ddp: DistributedDataParallel | None = None
-        # one of them is enough, since all optimizers step together
+        # A hook on one optimizer is enough to count steps, since all optimizers step together.
         self._handle = self._optimizers[-1].register_step_post_hook(self._stepped)
 
     @property
     def apart(self) -> bool:
-        """Whether each replica takes the next step on its own."""
+        """Whether the next step is local, after the warmup."""
         return self.steps >= self.plan.warmup_steps
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        """Register in a DDP whether gradients are averaged, and over which ranks, according to the plan."""
+        """Register a communication hook in a DDP module that averages gradients as the plan says."""
 
-        def travel(_, bucket):  # without annotations: torch compares them with classes, and in this file they are texts
+        def travel(_, bucket):  # without annotations: torch checks them, and here they are strings
             if not self.apart or self._node is not None:
                 return mean_of(bucket.buffer(), self._node if self.apart else None)
             future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -115,7 +115,7 @@ class PostLocalSGD:
         self._part()
 
     def detach(self) -> None:
-        """Stop counting steps."""
+        """Remove the optimizer hook that counts steps."""
         self._handle.remove()
         self._ddp = None
 
@@ -127,14 +127,14 @@ class PostLocalSGD:
             self.average_replicas()
 
     def _part(self) -> None:
-        """Let each replica keep its own buffers, once it trains on its own."""
+        """Stop DDP from copying rank 0's buffers when local steps begin."""
         if self.apart:
-            for name in ("forward_sync_buffers", "broadcast_buffers"):  # the option's name in newer and in older torch
+            for name in ("forward_sync_buffers", "broadcast_buffers"):  # new and old name
                 if hasattr(self._ddp, name):
                     setattr(self._ddp, name, False)
 
     def average_replicas(self) -> None:
-        """Average weights and floating-point buffers over replicas, if they differ. Collective."""
+        """Average weights and floating-point buffers over ranks, if local steps have made them differ. Collective."""
         if self.drifted:
             average_weights((*self._module.parameters(), *self._module.buffers()))
         self.drifted = False
@@ -146,7 +146,7 @@ class PostLocalSGD:
         return map_leaves(lambda leaf: reduce(leaf) if isinstance(leaf, Tensor) and _differs(leaf) else leaf, tree)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the count of steps, and this rank's replica if it trains on its own."""
+        """Return the number of steps and, if the ranks differ, this rank's weights and optimizer states."""
         if not self.apart:
             return {"steps": self.steps}
         return {
@@ -157,17 +157,17 @@ class PostLocalSGD:
         }
 
     def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
-        """Load the result of `rank_state`, after the averaged state is loaded.
+        """Load a result of `rank_state`, after the averaged state was loaded.
 
         Args:
             state: state of this rank, or of rank 0.
-            own: whether it is this rank's state; from rank 0's state only the count is used.
+            own: whether it is the state of this rank; from that of rank 0 only the number of steps is used.
         """
         self.steps = state["steps"]
         self._part()
         if own and "module" in state:
             self._module.load_state_dict(state["module"])
-            # Older checkpoints have a single optimizer.
+            # Checkpoints of older versions have a single optimizer state here.
             trees = state["optimizers"] if "optimizers" in state else [state["optimizer"]]
             for optimizer, tree in zip(self._optimizers, trees, strict=True):
                 load_optimizer_state(self._module, optimizer, tree)
@@ -179,7 +179,7 @@ def _differs(tensor: Tensor) -> bool:
 
 
 def _node_group() -> Any:
-    """Make the group of this machine's ranks. Warn if these are all ranks."""
+    """Make the process group of the ranks on this machine; warn if these are all ranks."""
     if read_environment().num_nodes == 1:
         warn_user(
             "comm_hook='post_local_sgd' with within_node=True averages gradients over the ranks of a machine in every "

@@ -1,8 +1,9 @@
-"""Models on the meta device or with a device map: where their values are stored, and how they are loaded.
+"""Give values to weights on the meta device: read them from files, or initialize them.
 
-`defer_weights` records where values are stored. `Materializer` and `read_values` make the weights real once a strategy
-has placed the module. The record is a plain attribute of the module that owns the weights: no state dict has it, a copy
-of the module has it too, and wrappers of the module (an adapter, an engine) do not change it.
+`defer_weights` records in which files the values are stored. When a strategy has sharded or placed the module,
+`read_values` reads these values, and `Materializer` initializes weights without a record. The record is a plain
+attribute of the module that has the weights: it is not part of a state dict, a copy of the module has it too, and
+wrapping the module (in an adapter or an engine) does not change it.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ Stored: TypeAlias = "StoredTensor | Tensor"
 DISPATCHED = "_dispatched"
 """Attribute of a model that `instep.big_models.dispatch_model` has placed."""
 _PLACES = "_stored_weights"
-# dtypes without nan; their lowest value is never an index, so it marks a missing value
+# dtypes without nan: their lowest value marks a missing value, since it is never a valid index.
 _INDICES = (torch.int32, torch.int64)
 
 
-# ---- where values are stored
+# ---- records of stored values
 
 
 def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
-    """Record where the values of a model's weights and buffers on the meta device are stored, to read them later.
+    """Record where the values of a model's weights on the meta device are stored, so that they are read later.
 
-    A strategy reads them when it prepares a module that contains the model. Each rank reads the part that it keeps.
+    A strategy reads the values when it prepares a module that contains the model. Each rank reads only its part.
 
     Args:
-        model: model; its weights that are not on the meta device are not changed.
+        model: the model; its weights that are not on the meta device are not changed.
         stored: stored tensors by name, with the shapes of the model's weights. One name of a tied weight is enough.
 
     Returns:
@@ -66,25 +67,25 @@ def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
 
 
 def place_of(owner: nn.Module, key: str) -> Stored | None:
-    """Return where the values of a module's own weight or buffer are stored; None if that is not recorded."""
+    """Return the recorded stored tensor for a module's own weight or buffer; None if there is no record."""
     return vars(owner).get(_PLACES, {}).get(key)
 
 
 def deferred_weights(model: nn.Module) -> dict[str, Stored]:
-    """Return where the missing values of a model are stored, by name."""
+    """Return the recorded stored tensors for all weights of a model that are on the meta device, by name."""
     found = ((name, place_of(owner, key)) for name, owner, key, _ in _meta_entries(model))
     return {name: place for name, place in found if place is not None}
 
 
 def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> dict[str, Stored]:
-    """Do not read weights that the run's checkpoint will fill, so that nothing is read twice.
+    """Make `read_values` skip recorded values that the run's checkpoint will replace, so that none is read twice.
 
     Args:
-        model: model; its deferred weights that the checkpoint has with the same shape get memory, but no values.
+        model: the model; its recorded weights that the checkpoint has with the same shape get memory, but no values.
         coming: shapes of the weights in the checkpoint, by name.
 
     Returns:
-        Where the skipped values are stored, by name. Load those that the checkpoint finally did not have.
+        Stored tensors of the skipped weights, by name. Load those that the checkpoint turns out not to have.
     """
     skipped = {name: place for name, place in deferred_weights(model).items() if coming.get(name) == place.shape}
     for name, place in skipped.items():
@@ -94,26 +95,26 @@ def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> 
 
 
 class _Coming:
-    """Stored tensor without values, since these come from elsewhere."""
+    """Stored tensor whose `read` allocates memory but sets no values, since a checkpoint will set them."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Allocate memory for the tensor, or for a box of it."""
+        """Return an uninitialized tensor for the whole tensor, or for a box of it."""
         sizes = self.shape if box is None else [side.stop - side.start for side in box]
         return torch.empty(sizes, dtype=self.dtype)
 
 
 def builds_empty() -> bool:
-    """Return True if a module that is built now would have its weights on the meta device."""
+    """Return True if the default device is the meta device, so that modules are built without values."""
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0))
     return probe.weight.is_meta
 
 
 def _meta_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield name, owner, name in the owner, and tensor of each weight and buffer on the meta device."""
+    """Yield each weight and buffer on the meta device: full name, owner module, name in the owner, and tensor."""
     for name, owner in model.named_modules(remove_duplicate=False):
         for entries in (owner._parameters, owner._buffers):
             held: Any = entries
@@ -122,16 +123,16 @@ def _meta_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tenso
                     yield f"{name}.{key}" if name else key, owner, key, value
 
 
-# ---- values
+# ---- reading and initializing values
 
 
 class Materializer:
-    """Materializer of modules: allocates memory and sets values, in the order of the calls.
+    """Allocate and initialize weights and buffers that are on the meta device, module by module.
 
     A module's own weights and buffers are initialized on the device by its `reset_parameters` (or `_reset_parameters`),
     which torch's layers have. In a model of transformers, the model's own initialization is used. A tied weight is
-    initialized by the first module that holds it, as in an ordinary model. Weights whose values are in a checkpoint
-    (`instep.big_models.load_checkpoint_in_model`) are left for `read_values`.
+    initialized by the first module that holds it, as in an ordinary model. Weights with a record of stored values
+    (`instep.big_models.load_checkpoint_in_model`) stay on the meta device for `read_values`.
 
     Args:
         device: device of the new weights.
@@ -149,7 +150,7 @@ class Materializer:
         """Models of transformers, which know how their modules begin."""
 
     def make_all(self, module: nn.Module, name: str = "") -> dict[Tensor, Tensor]:
-        """Materialize a module and its parts; return the new tensor for each replaced one."""
+        """Materialize a module and all its submodules; return a dict from each replaced tensor to the new one."""
         self.make(module, name)
         for key, child in module.named_children():
             self.make_all(child, f"{name}.{key}" if name else key)
@@ -157,11 +158,11 @@ class Materializer:
         return self._made
 
     def make(self, module: nn.Module, name: str) -> None:
-        """Materialize a module's own weights and buffers, not those of its parts.
+        """Materialize a module's own weights and buffers, not those of its submodules.
 
         Args:
-            module: the module; nothing is done if it is not on the meta device.
-            name: name of the module in the whole module.
+            module: the module; if it is not on the meta device, nothing is done.
+            name: name of the module in the root module.
         """
         for adapter, config in dict(getattr(module, "peft_config", None) or {}).items():
             self._adapter_values[adapter] = getattr(config, "init_lora_weights", True)
@@ -177,7 +178,7 @@ class Materializer:
                 if value is None or not value.is_meta or value in self._kept or place_of(module, key) is not None:
                     continue
                 made = self._made.get(value)
-                # initialized whole and then sharded, so that the values are those of one process
+                # Initialize the whole tensor and then shard it, so that the values do not depend on the sharding.
                 if _is_sharded(value):
                     cut.append((entries, key, value))
                     if made is None:
@@ -202,7 +203,7 @@ class Materializer:
         self.without_values |= {f"{name}.{key}" if name else key for key in fresh}
         for entries, key, value in cut:
             if value not in self._made:
-                # Imported late: slow, and the Trainer imports this file
+                # Imported late: slow to import, and the Trainer imports this file.
                 from torch.distributed.tensor import distribute_tensor
 
                 drawn = distribute_tensor(entries[key].detach(), value.device_mesh, value.placements)
@@ -210,7 +211,7 @@ class Materializer:
             entries[key] = self._made[value]
 
     def _ways(self, module: nn.Module, name: str) -> Iterator[Callable[[], Any]]:
-        """Yield functions that may initialize a module's values, best one first."""
+        """Yield functions that may be able to initialize a module's values, the preferred one first."""
         for prefix, model in reversed(self._models):
             if not prefix or f"{name}.".startswith(f"{prefix}."):
                 yield partial(model._init_weights, module)
@@ -220,11 +221,11 @@ class Materializer:
                 yield getattr(module, method)
 
     def finish(self, module: nn.Module, name: str) -> None:
-        """Initialize what a module sets in its parts, such as LoRA adapters, half of which begin at 0.
+        """Initialize the LoRA adapters of a layer, half of whose weights must begin at 0; do nothing without adapters.
 
         Args:
-            module: module whose parts are materialized.
-            name: name of the module in the whole module.
+            module: layer whose submodules are materialized already.
+            name: name of the layer in the root module.
         """
         reset = getattr(module, "reset_lora_parameters", None)
         if reset is None:
@@ -246,14 +247,14 @@ class Materializer:
 
 
 def read_values(module: nn.Module, device: torch.device, part_of: Callable[[Stored, Tensor], Tensor]) -> bool:
-    """Read the recorded values of a module's weights and buffers on the meta device.
+    """Read the recorded values of all weights and buffers that are on the meta device.
 
-    The tensors stay the same objects, so tied weights and optimizers stay valid.
+    The tensors stay the same objects, so that tied weights and optimizers remain valid.
 
     Args:
-        module: the whole module; its tensors without a record stay on the meta device.
-        device: device of the values.
-        part_of: function that reads, from a stored tensor, the part that this rank keeps of a tensor of the module.
+        module: the root module; its tensors without a record stay on the meta device.
+        device: device for the values.
+        part_of: function that reads this rank's part from a stored tensor, given the stored tensor and the weight.
 
     Returns:
         True if a value was read.
@@ -281,7 +282,7 @@ def _lacks_values(value: Tensor) -> bool:
 
 
 def _is_sharded(value: Tensor) -> bool:
-    """Return True if a tensor is a DTensor, without importing that class."""
+    """Return True if a tensor is a DTensor, without importing torch.distributed.tensor."""
     return hasattr(value, "device_mesh")
 
 
@@ -298,25 +299,25 @@ def _parameter_like(value: Tensor, made: Any) -> Any:
     if isinstance(value, nn.Parameter):
         made = nn.Parameter(made, requires_grad=value.requires_grad)
         if not _is_sharded(value):
-            made.__dict__.update(value.__dict__)  # attributes that users have set on it
+            made.__dict__.update(value.__dict__)  # keep attributes that users have set on the parameter
     return made
 
 
-# ---- a whole module
+# ---- functions for a whole module
 
 
 def materialize_module(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tensor]:
-    """Materialize everything that a module has on the meta device: read stored values, or initialize them.
+    """Give values to all weights and buffers on the meta device: read recorded values, or initialize them.
 
     Args:
-        module: changed in place.
-        device: device of the values.
+        module: module to change in place.
+        device: device for the values.
 
     Returns:
-        The new tensor for each initialized one. Tensors whose values were read stay the same objects.
+        A dict from each initialized tensor to its new tensor. Tensors whose values were read stay the same objects.
 
     Raises:
-        SettingError: nothing gives a weight its values.
+        SettingError: a weight can neither be read nor initialized.
     """
     kept = dispatched_weights(module)
     if not any(tensor.is_meta and tensor not in kept for tensor in (*module.parameters(), *module.buffers())):
@@ -330,7 +331,7 @@ def materialize_module(module: nn.Module, device: torch.device) -> Mapping[Tenso
 
 
 def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:
-    """Return the error for weights and buffers that were built on the meta device and got no values."""
+    """Return the error for weights and buffers on the meta device that can neither be read nor initialized."""
     names = sorted(without)
     return SettingError(
         f"weights of {type(module).__name__} that were built on the meta device are without values: "
@@ -343,20 +344,20 @@ def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:
 
 
 def dispatched_weights(module: nn.Module) -> set[Tensor]:
-    """Return weights and buffers of models with a device map inside a module, which must stay on their devices.
+    """Return the weights and buffers that `instep.big_models.dispatch_model` has placed; they must not be moved.
 
     Args:
-        module: module with or without models from `instep.big_models.dispatch_model`.
+        module: module that may contain such models with a device map.
     """
     parts = [part for part in module.modules() if DISPATCHED in vars(part) or "hf_device_map" in vars(part)]
     return {tensor for part in parts for tensor in (*part.parameters(), *part.buffers())}
 
 
 def refuse_dispatched(strategy: str, module: nn.Module) -> None:
-    """Raise an error for a model with a device map under a strategy that shards weights.
+    """Raise an error if a module contains a model with a device map, for use by strategies that shard weights.
 
     Raises:
-        SettingError: the module contains such a model.
+        SettingError: the module contains a model with a device map.
     """
     if dispatched_weights(module):
         raise SettingError(
@@ -369,13 +370,13 @@ def refuse_dispatched(strategy: str, module: nn.Module) -> None:
 
 
 def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error if offloaded weights are to be trained, since they do not exist between forwards.
+    """Raise an error if an optimizer has offloaded weights, which are in memory only during a forward.
 
-    Weights of a dispatched model that are trained on the CPU are copied into new memory. They may be mapped from a
-    file, and other models of this process from the same file would see the changes.
+    Weights of a dispatched model that are trained on the CPU are copied to new memory, since they may be memory-mapped:
+    other models in this process that were loaded from the same file would change too.
 
     Raises:
-        SettingError: an optimizer has such a weight.
+        SettingError: an optimizer has an offloaded weight.
     """
     stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     kept = dispatched_weights(module) if stepped else set()
@@ -394,15 +395,15 @@ def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda tensor: False) -> None:
-    """Copy rank 0's weights and buffers to every rank. Collective.
+    """Copy rank 0's weights and buffers to every rank. Collective: all ranks call it.
 
     Args:
-        module: module on the device on which it is trained.
-        skip: function that returns True for tensors to skip, because each rank holds a part of them, or nothing.
+        module: module on its training device.
+        skip: function that returns True for tensors not to copy, because each rank has its own part or no values.
     """
     if PartialState().num_processes > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers(), *quantized_tensors(module)):
-                # The parts of a torchao tensor are sent separately.
+                # A tensor of torchao is not copied itself: `quantized_tensors` has the plain tensors in it.
                 if not skip(tensor) and not is_of_torchao(tensor):
                     tensor.copy_(broadcast(tensor))

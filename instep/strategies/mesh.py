@@ -1,4 +1,4 @@
-"""Several kinds of parallelism at once, each along its own dimension of a process mesh."""
+"""`MeshStrategy`: several kinds of parallelism at the same time, each along its own dimension of a device mesh."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _SIZE = Check(
 class MeshStrategy(PipelinedStrategy):
     """Tensor, context, pipeline and sharded data parallelism, in any combination.
 
-    Processes are numbered with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp`, so that processes that
-    communicate most are neighbors. Every size is a number of processes. One size may be -1, which means all remaining
-    processes.
+    Ranks are ordered with `tp` as the innermost dimension, then `cp`, `dp_shard`, `dp_replicate` and `pp`, so that
+    processes that communicate most are neighbors. Every size is a number of processes. One size may be -1, which means
+    all processes that the other sizes leave.
 
     Args:
         dp_replicate: number of copies of the weights; each copy reads its own part of the data.
@@ -41,24 +41,25 @@ class MeshStrategy(PipelinedStrategy):
         tp: number of processes that share each layer's computation, by the module's `parallelize(mesh)` or the plan of
             its transformers model.
         cp: number of processes that share each sequence. The module's `sequence_dim` says which dimension is split.
-            Attention must be `F.scaled_dot_product_attention`. A model with positions must call `sequence_positions`.
-        pp: number of processes that each have a part of the layers, which the module's `pipeline_stages` lists. Batches
-            run in micro-batches, and the loss is the module's `pipeline_loss`.
+            Attention must call `F.scaled_dot_product_attention`. A model with position embeddings must call
+            `sequence_positions`.
+        pp: number of processes in a pipeline, each of which has some of the layers that the module's `pipeline_stages`
+            lists. Batches are divided into micro-batches, and the loss is the module's `pipeline_loss`.
         pp_schedule: "1f1b"; "gpipe", which runs all forwards first; or "interleaved", which is 1F1B with several stages
             on each process.
-        pp_microbatches: number of micro-batches per batch; None for two per process.
-        pp_split: names of the parts with which the stages begin, except the first stage. Default: the split in which
-            the largest stage has the fewest parameters.
+        pp_microbatches: number of micro-batches per batch. None: two per process.
+        pp_split: names of the parts of `pipeline_stages` with which the stages begin, except the first stage. Default:
+            the split in which the largest stage has the fewest parameters.
         pp_stages_per_rank: number of stages on each process, for "interleaved".
         loss_parallel: whether to compute the cross-entropy without gathering the logits, if their classes are sharded
             over the tp processes (by a head with `ColwiseParallel(use_local_output=False)`).
-        cp_attention: "all_to_all", which is exact for every attention but needs a number of heads that cp divides; or
-            "ring", torch's own, for any number of heads, but only on GPUs and without masks.
-        **fsdp_options: other arguments of `FSDPStrategy`.
+        cp_attention: "all_to_all", which supports every attention but needs a number of heads that is a multiple of cp;
+            or "ring", torch's ring attention, for any number of heads, but only on GPUs and without masks.
+        **fsdp_options: further arguments of `FSDPStrategy`.
 
     Raises:
-        SettingError: a size is not a number of processes, or several are -1. When training starts: the product of the
-            sizes is not the number of processes, or a size does not divide what it splits.
+        SettingError: a size is not a number of processes, or several sizes are -1. (When training starts:) the product
+            of the sizes is not the number of processes, or a dimension cannot be divided evenly.
 
     Example:
         >>> MeshStrategy(dp_shard=2, tp=2).name
@@ -92,7 +93,7 @@ class MeshStrategy(PipelinedStrategy):
                 f"{' and '.join(rest)} are all -1: only one can take what is left", field=rest[1], got=-1
             )
         choice(*_ATTENTION)("cp_attention", cp_attention)
-        split = pp_split if isinstance(pp_split, str) else tuple(pp_split)  # the check below refuses a text
+        split = pp_split if isinstance(pp_split, str) else tuple(pp_split)  # a string is an error in the check below
         pipeline = Pipeline(pp_schedule, pp_microbatches, split, pp_stages_per_rank)
         for dim, options in (
             ("tp", {"loss_parallel": loss_parallel is not False}),
@@ -119,7 +120,7 @@ class MeshStrategy(PipelinedStrategy):
         self._watched: set[Optimizer] = set()
         self._stack = ExitStack()
 
-    # ---- life
+    # ---- set-up and tear-down
 
     def check_world_size(self, world_size: int) -> None:
         self.sizes = self._sizes(world_size)
@@ -145,10 +146,10 @@ class MeshStrategy(PipelinedStrategy):
         return {field: left if size == -1 else size for field, size in self._wanted.items()}
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
-        """Make the mesh of weights: `dp_shard` and all dimensions with more than one process. Collective.
+        """Make the device mesh for weights: `dp_shard` and all dimensions with more than one process. Collective.
 
-        Processes that share a sequence also hold different shards of the weights, so in this mesh they belong to
-        `dp_shard`.
+        The processes of `cp`, which share a sequence, hold different shards of the weights, so in this mesh they are
+        part of `dp_shard`.
         """
         own = self.sizes
         if own["cp"] > 1:
@@ -167,7 +168,7 @@ class MeshStrategy(PipelinedStrategy):
             )
         for field in ("tp", "pp"):
             if precision.scaler is not None and self.sizes[field] > 1:
-                # torch's scaler also cannot handle gradients of which only some are sharded.
+                # torch's GradScaler cannot handle a mix of plain and sharded gradients.
                 raise SettingError(
                     f"precision={precision.name!r} scales gradients, and ranks of {field} hold different ones and "
                     "would not agree how. Use precision='bf16-mixed'.",
@@ -178,7 +179,7 @@ class MeshStrategy(PipelinedStrategy):
         sizes = self.sizes
         self.data_world_size = sizes["dp_replicate"] * sizes["dp_shard"]
         self.data_rank = PartialState().process_index // (sizes["cp"] * sizes["tp"]) % self.data_world_size
-        # With cp, each rank has the values for its part of the sequences.
+        # Ranks along pp and tp have the same values, so one of them counts; ranks along cp have different values.
         self.contributes = all(self.mesh.get_local_rank(dim) == 0 for dim in ("pp", "tp") if sizes[dim] > 1)
 
     def prepare_module(self, module: nn.Module) -> None:
@@ -193,20 +194,20 @@ class MeshStrategy(PipelinedStrategy):
                 tensor_parallel.check_heads(module, self.sizes["cp"] * self.sizes["tp"], "cp", key_heads=False)
         super().prepare_module(module)
         if self.sizes["tp"] > 1 or self.sizes["pp"] > 1:
-            # The output of a split layer is a view of what torch gathered, and the output of a stage may be a view of
-            # its input. FSDP warns of changes that a user could make to such views.
+            # FSDP warns that outputs must not be changed in place if they are views, as those of a layer under tensor
+            # parallelism and of a pipeline stage may be.
             self._stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         if self.loss_parallel:
-            # Imported late: only who cuts tensors pays for it
+            # Imported late: only needed with tensor parallelism.
             from torch.distributed.tensor.parallel import loss_parallel
 
-            # It sets switches of torch for the whole process, which the backward needs as well as the step.
+            # `loss_parallel` sets global switches of torch, which the step and the backward need, so it stays on.
             self._stack.enter_context(loss_parallel())
 
     def parallelize(self, module: nn.Module) -> None:
         if self.sizes["tp"] > 1:
-            self.share_weights(module)  # shared now, while every rank still has all weights
+            self.share_weights(module)  # before the module is divided, while every rank has all weights
             tensor_parallel.cut(module, self.mesh)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
@@ -248,7 +249,7 @@ class MeshStrategy(PipelinedStrategy):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         step = super().step_function(name)
-        # predict_step may generate, so it gets whole sequences
+        # predict_step gets whole sequences, since it may generate text.
         if self._context is not None and name != "predict_step":
             step = self._context.step(step, self.module.sequence_dim, everywhere=self.pipe_size == 1)  # type: ignore[arg-type]
         if self.sizes["tp"] == 1:
@@ -259,5 +260,5 @@ class MeshStrategy(PipelinedStrategy):
         if self._context is None:
             super().backward(loss, *args, **kwargs)
             return
-        with self._context.attention():  # also in the backward, where activation checkpoints recompute attention
+        with self._context.attention():  # activation checkpointing recomputes attention in the backward
             super().backward(loss, *args, **kwargs)

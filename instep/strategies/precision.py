@@ -1,8 +1,8 @@
-"""Precision: the dtype of the weights, the dtype that the step computes in, and whether gradients are scaled.
+"""`Precision`: the dtype of the weights, the dtype in which a step computes, and the gradient scaler.
 
-It is independent of the strategy. A `Precision` changes the module once, gives the loop a context for the step (or
-None), and owns the gradient scaler. A strategy that casts or scales itself uses `without`, which returns a copy without
-these parts.
+The precision is independent of the strategy. A `Precision` object casts the module once, makes the autocast context for
+the step (or None), and has the gradient scaler. A strategy that casts or scales itself calls `without`, which returns a
+copy without autocast or scaler.
 
     name          weights    step computes in                           gradient scaler
     32-true       float32    float32                                    no
@@ -51,16 +51,16 @@ _ALIASES = {
     "fp16": "16-mixed",
     "bf16": "bf16-mixed",
     "fp16-true": "16-true",
-    "no": "32-true",  # name of `Accelerator(mixed_precision=)`
+    "no": "32-true",  # the value for float32 of `Accelerator(mixed_precision=)`
 }
 
 PRECISIONS = tuple(_WEIGHTS)
 """Names of precisions that `Trainer(precision=...)` takes, without the short forms."""
-_FP8_MULTIPLE = 16  # float8 matrix products require that both sizes of a layer are multiples of this
+_FP8_MULTIPLE = 16  # float8 matrix products need layers whose sizes are multiples of this
 
 
 class _DefaultDtype:
-    """Context in which new tensors get `dtype`. It can be entered repeatedly."""
+    """Context manager that sets torch's default dtype; it can be entered again and again."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -74,14 +74,14 @@ class _DefaultDtype:
 
 
 def precision_name(field: str, value: Any) -> str:
-    """Return one of `PRECISIONS` for its name or a short form: 32, "16", "bf16", "fp16", "no" ...
+    """Return the name of a precision in `PRECISIONS` for its name or a short form: 32, "16", "bf16", "fp16", "no" ...
 
     Args:
-        field: the setting's name, for the error.
+        field: name of the setting, for the error message.
         value: value of the setting.
 
     Raises:
-        SettingError: the value is no precision.
+        SettingError: the value is not a precision.
 
     Example:
         >>> precision_name("precision", "bf16")
@@ -95,11 +95,15 @@ def precision_name(field: str, value: Any) -> str:
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Raise a `SettingError` if a device cannot compute in a precision, and a `MissingPackageError` without torchao.
+    """Check that a device can compute in a precision.
 
     Args:
         name: one of `PRECISIONS`.
         device: device on which the step runs.
+
+    Raises:
+        SettingError: the device does not support the precision.
+        MissingPackageError: the precision is fp8, and torchao is not installed.
     """
     if name == "16-mixed" and device.type == "cpu":
         raise SettingError(
@@ -119,7 +123,7 @@ def check_device(name: str, device: torch.device) -> None:
                 got=name,
             )
     dtype = _compute_dtype(name)
-    if dtype is not None and device.type != "xla":  # XLA is not loaded yet, and it computes in every dtype
+    if dtype is not None and device.type != "xla":  # XLA supports all dtypes, and is not imported yet
         try:
             one = torch.ones(2, 2, dtype=dtype, device=device)
             torch.mm(one, one)
@@ -137,14 +141,15 @@ def _compute_dtype(name: str) -> torch.dtype | None:
 
 
 class Precision:
-    """One precision on one kind of device.
+    """A precision for one type of device.
 
-    Options for a scaler or an autocast that this precision does not have give a warning.
+    If there are options for a scaler or for autocast that this precision does not use, the constructor warns.
 
     Args:
         name: one of `PRECISIONS`.
         device: device on which the step runs.
-        scaler_options: arguments of `torch.amp.GradScaler`, such as `init_scale`; `enabled=False` trains without one.
+        scaler_options: arguments of `torch.amp.GradScaler`, such as `init_scale`; with `enabled=False` there is no
+            scaler.
         autocast_options: arguments of `torch.autocast`: `enabled`, `cache_enabled`.
 
     Raises:
@@ -190,15 +195,15 @@ class Precision:
 
     @property
     def mixed_precision(self) -> str:
-        """Value of `AcceleratorState.mixed_precision`: `no`, `fp16`, `bf16` or `fp8`."""
+        """The value of `AcceleratorState.mixed_precision` for this precision: "no", "fp16", "bf16" or "fp8"."""
         return _STATE_NAMES.get(self.name, "no")
 
     def without(self, *, autocast: bool = False, scaler: bool = False) -> Precision:
-        """Return a copy without the parts that a strategy does itself. Its `connect` keeps the copy as `precision`.
+        """Return a copy without autocast or without the scaler, for a strategy that casts or scales itself.
 
         Args:
-            autocast: whether to leave out autocast, since the strategy casts to `compute_dtype` itself.
-            scaler: whether to leave out the scaler, since the strategy scales float16 gradients itself.
+            autocast: True: no autocast, since the strategy casts to `compute_dtype` itself.
+            scaler: True: no scaler, since the strategy scales float16 gradients itself.
         """
         other = copy.copy(self)
         other._autocast = self._autocast and not autocast
@@ -206,14 +211,15 @@ class Precision:
         return other
 
     def convert_module(self, module: nn.Module) -> None:
-        """Cast the module's parameters and buffers to this precision's dtype, in place. Complex ones stay complex.
+        """Cast the module's floating-point parameters and buffers to this precision's dtype, in place.
 
-        With fp8, linear layers are replaced by torchao's, which hold the same parameters by the same names. This is
-        done for layers whose sizes are multiples of 16, except the last layer, whose outputs are the model's. For other
-        layers or scaling recipes, call torchao's `convert_to_float8_training` in `configure_model`, and use bf16-mixed.
+        Complex tensors stay complex. With fp8, linear layers are replaced by torchao's, which have the same parameters
+        under the same names. This is done for all layers whose sizes are multiples of 16, except the last layer, which
+        makes the outputs of the model. For other layers or scaling recipes, call torchao's `convert_to_float8_training`
+        in `configure_model`, and use bf16-mixed.
         """
         if self.dtype is not None:
-            from instep.utils.dtypes import cast_module  # imported late: few runs have weights of another dtype
+            from instep.utils.dtypes import cast_module  # imported late: rarely used
 
             cast_module(module, self.dtype)
         if self.name == "fp8":
@@ -231,10 +237,10 @@ class Precision:
         return convert
 
     def context(self, autocast_options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any] | None:
-        """Return a context for the forward pass that can be entered once per step; None if none is needed.
+        """Return a context for the forward pass (autocast or a default dtype), to be entered in each step; or None.
 
         Args:
-            autocast_options: options in place of those from the constructor.
+            autocast_options: options to use in place of those from the constructor.
         """
         if self._autocast:
             options = self._autocast_options if autocast_options is None else autocast_options
@@ -242,11 +248,11 @@ class Precision:
         return None if self.dtype is None else _DefaultDtype(self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gradient scaler's state; empty where there is no scaler."""
+        """Return the gradient scaler's state; {} if there is no scaler."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. Without a scaler nothing is loaded."""
+        """Load a result of `state_dict` into the gradient scaler; do nothing without a scaler."""
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
 
@@ -274,7 +280,7 @@ def _compute_in_float8(module: nn.Module, emulate: bool) -> None:
 
 
 def check_tf32(tf32: bool | None, device: torch.device) -> None:
-    """Raise a `SettingError` if TF32 is requested on a device without it."""
+    """Raise a `SettingError` if TF32 is requested for a device that does not support it."""
     if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise SettingError(
             f"tf32=True needs a CUDA device of capability 8.0 or newer (Ampere), and {device} is none. Leave it out.",
@@ -285,15 +291,15 @@ def check_tf32(tf32: bool | None, device: torch.device) -> None:
 
 @contextmanager
 def float32_products(tf32: bool | None, device: torch.device) -> Iterator[None]:
-    """Compute float32 matrix products and convolutions in TF32 or in full precision within the block.
+    """Choose for the `with` block whether float32 matrix products and convolutions use TF32.
 
     Args:
-        tf32: True for TF32, False for full precision; None keeps the program's setting.
-        device: device on which they run.
+        tf32: True: use TF32. False: full precision. None: keep the program's setting.
+        device: device that computes.
 
     Raises:
-        SettingError: the device has no TF32, or the program uses torch's `fp32_precision` switches, which cannot be
-            combined with this.
+        SettingError: the device does not support TF32, or the program uses torch's `fp32_precision` settings, which
+            cannot be combined with this one.
     """
     if tf32 is None:
         yield

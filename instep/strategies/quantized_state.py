@@ -1,11 +1,11 @@
-"""Quantized layers in state dicts: saved as plain tensors with their own names, and loaded in place.
+"""Save quantized layers of bitsandbytes and torchao in state dicts as plain tensors, and load them in place.
 
-A quantized weight is more than one tensor: bitsandbytes stores scales besides the weight, and torchao combines several
-tensors in a subclass. Checkpoints hold plain tensors. So each part has a name in `state_dict()`: for bitsandbytes the
-names that its users know (`weight.absmax`, `SCB` ...), for torchao those of the tensors' attributes (`weight.qdata`,
-`weight.scale` ...).
+A quantized weight consists of several tensors: bitsandbytes stores scales besides the weight, and torchao combines
+several tensors in a tensor subclass. Checkpoints contain plain tensors. So each of these tensors gets a name in
+`state_dict()`: for bitsandbytes the names that bitsandbytes uses (`weight.absmax`, `SCB` ...), for torchao the names of
+the subclass's attributes (`weight.qdata`, `weight.scale` ...).
 
-`load_state_dict` writes only into existing memory of a layer. Shapes and block sizes from a file are compared with the
+`load_state_dict` writes only into existing tensors of a layer. Shapes and block sizes from a file are compared with the
 layer and never trusted, because the kernels do not check them.
 """
 
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from instep.utils.untrusted_files import parse_object
 
-# "nf4" or "fp4" follows in the name; the value is JSON in a tensor of bytes.
+# Prefix of a name that ends with "nf4" or "fp4"; the value is JSON text in a uint8 tensor.
 _ABOUT = "weight.quant_state.bitsandbytes__"
-_OFFSET = "nested_offset"  # the only number in that JSON that belongs to the weight
-_FORMAT = "weight_format"  # bitsandbytes now has only one format for 8 bits
-_ABOUT_BYTES = 256  # bytes with room for every offset, so that all models of one kind have state dicts of one shape
+_OFFSET = "nested_offset"  # the only value in that JSON that depends on the weight
+_FORMAT = "weight_format"  # obsolete: bitsandbytes has only one 8-bit format now
+_ABOUT_BYTES = 256  # size of the padded JSON, so that its tensor has the same shape in every model
 
 
 def keep_as_tensors(layer: nn.Module) -> None:
-    """Give a quantized layer and its copies a state dict of plain tensors, which the layer can also load.
+    """Make a quantized layer, and all copies of it, save and load its state as plain tensors.
 
     Args:
         layer: a `Linear4bit` or `Linear8bitLt` of bitsandbytes, or a linear layer with a weight of torchao.
@@ -39,7 +39,7 @@ def keep_as_tensors(layer: nn.Module) -> None:
 
 
 def is_stored_quantized(names: Mapping[str, Any], layer: str) -> bool:
-    """Return True if stored weights contain a layer in its quantized form.
+    """Return True if stored weights contain the quantized tensors of a layer.
 
     Args:
         names: stored weights by name.
@@ -49,12 +49,12 @@ def is_stored_quantized(names: Mapping[str, Any], layer: str) -> bool:
 
 
 def is_of_torchao(tensor: Any) -> bool:
-    """Return True if a tensor is one of torchao's, which support few operations."""
+    """Return True if a tensor belongs to a tensor subclass of torchao, which supports few operations."""
     return type(tensor).__module__.startswith("torchao.")
 
 
 def quantized_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the plain tensors of quantized layers in a module that are neither parameters nor buffers."""
+    """Return the plain tensors of all quantized layers in a module that are neither parameters nor buffers."""
     found: list[Tensor] = []
     for layer in module.modules():
         weight: Any = getattr(layer, "weight", None)
@@ -66,7 +66,7 @@ def quantized_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _save(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace the entries of bitsandbytes and torchao in a state dict by plain tensors."""
+    """State dict hook: replace the entries of bitsandbytes and torchao by plain tensors."""
     if is_of_torchao(layer.weight):
         del state[f"{prefix}weight"]
         state.update({prefix + name: part for name, part in _parts(layer).items()})
@@ -85,9 +85,9 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load the parts of a quantized layer from a state dict; torch loads its plain parameters."""
+    """Hook before `load_state_dict`: load the tensors of a quantized layer, and leave its other ones to torch."""
     weight, given = f"{prefix}weight", state.get(f"{prefix}weight")
-    # the weight is whole, as torch.save stores it
+    # The state dict has the tensor subclass itself, as torch.save stores it.
     if is_of_torchao(layer.weight) and type(given) is type(layer.weight):
         return
     own = _parts(layer)
@@ -99,7 +99,7 @@ def _load(
     wrong = [
         f"{prefix}{name} is {_kind(value)} in the checkpoint and {_kind(mine)} here"
         for name, value, mine in pairs
-        if _kind(value) != _kind(mine) or is_of_torchao(mine)  # a torchao tensor is stored in parts
+        if _kind(value) != _kind(mine) or is_of_torchao(mine)  # a torchao tensor is stored as several plain tensors
     ]
     offset = None
     if about in saved:
@@ -117,12 +117,12 @@ def _load(
             if offset is not None:
                 layer.weight.quant_state.offset.fill_(offset)
     if wrong or is_of_torchao(layer.weight):
-        # Loaded from itself, so that torch neither writes wrong bytes nor misses a weight.
+        # Let torch load the weight from itself, so that it neither changes the weight nor reports it as missing.
         state[weight] = layer.weight
 
 
 def _parts(layer: Any) -> dict[str, Tensor]:
-    """Return the tensors of a quantized layer that are no parameters, by their state dict names."""
+    """Return the tensors of a quantized layer that are not parameters, by their names in the state dict."""
     if is_of_torchao(layer.weight):
         return _leaves(layer.weight, "weight")
     if hasattr(layer, "init_8bit_state"):
@@ -135,7 +135,7 @@ def _parts(layer: Any) -> dict[str, Tensor]:
 
 
 def _leaves(tensor: Any, name: str) -> dict[str, Tensor]:
-    """Return the plain tensors that a tensor subclass is made of."""
+    """Return the plain tensors inside of a tensor subclass, by name."""
     found: dict[str, Tensor] = {}
     for part in tensor.__tensor_flatten__()[0]:
         value = getattr(tensor, part)
@@ -150,13 +150,13 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _read_about(about: Tensor, own: Any) -> float | None:
-    """Read the values that bitsandbytes stores about a weight besides its tensors.
+    """Read the JSON in which bitsandbytes stores settings of a quantized weight, and compare it with the layer.
 
     Returns:
         The offset of the scales; None if the scales are not quantized.
 
     Raises:
-        ValueError: the values do not fit the layer, or are damaged.
+        ValueError: the settings differ from those of the layer, or the JSON is damaged.
     """
     if about.dtype != torch.uint8 or about.numel() > 4 * _ABOUT_BYTES:
         raise ValueError(f"{_kind(about)} is no description of a weight")

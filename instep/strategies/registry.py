@@ -1,6 +1,6 @@
-"""Strategies by name. To add one, add a file in this folder and a line in `_BUILT_IN`.
+"""The registry of strategies by name. To add a strategy, add a file in this folder and a line in `_BUILT_IN`.
 
-Other packages add theirs by an entry point of the group `instep.strategies`, in their pyproject.toml:
+Another package can add a strategy by an entry point of the group `instep.strategies` in its pyproject.toml:
 
     [project.entry-points."instep.strategies"]
     averaged = "my_package.strategies:AveragedGradients"
@@ -27,7 +27,7 @@ def _deepspeed(**options: Any) -> tuple[str, str, dict[str, Any]]:
     return "deepspeed", "DeepSpeedStrategy", options
 
 
-# Name -> file, class, and the options of that name. A file is imported when its name is requested.
+# For each name: module and class of the strategy, and options for the class. A module is imported when needed.
 _BUILT_IN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "single_device": ("base", "Strategy", {}),
     "ddp": ("ddp", "DDPStrategy", {}),
@@ -61,7 +61,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
         factory: function that makes a new strategy; usually the class.
 
     Raises:
-        SettingError: the name is taken.
+        SettingError: a strategy with this name exists already.
 
     Example:
         >>> from instep.strategies import DDPStrategy
@@ -73,7 +73,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Return all names for `Trainer(strategy=...)`: built-in, registered, then those of other packages.
+    """Return all names for `Trainer(strategy=...)`: built-in ones, registered ones, then those of other packages.
 
     Example:
         >>> {"auto", "ddp", "fsdp"} <= set(strategy_names())
@@ -83,22 +83,24 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def check_name(name: str, field: str = "strategy") -> str:
-    """Return the registered form of a strategy's name. Built-in names may have capitals.
+    """Check the name of a strategy, and return it as it is registered; built-in names may be given with capitals.
 
     Raises:
-        SettingError: no strategy has this name; the text lists all names.
+        SettingError: no strategy has this name; the message lists all names.
     """
     lower = name.lower()
     if lower == "auto" or lower in _BUILT_IN:
         return lower
-    # Other packages are asked last, since finding them lists everything that is installed.
+    # `strategy_names` is called last, since it searches all installed packages.
     if name not in _registered and name not in strategy_names():
         raise one_of(field, name, strategy_names())
     return name
 
 
 def asked_strategy() -> tuple[str, dict[str, Any]]:
-    """Return the name and options in INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS, for programs that choose no strategy.
+    """Return the strategy's name and options from the variables INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS.
+
+    They are used by a program that does not choose a strategy.
 
     Raises:
         SettingError: the name is unknown, or there are options without a name.
@@ -118,21 +120,21 @@ def asked_strategy() -> tuple[str, dict[str, Any]]:
 def resolve_strategy(
     strategy: str | Strategy, world_size: int, device_type: str = "cpu", options: Mapping[str, Any] | None = None
 ) -> Strategy:
-    """Return the strategy for a name or an instance, as `Trainer(strategy=...)` does.
+    """Return the strategy for a name or a strategy object, as in `Trainer(strategy=...)`.
 
     Args:
-        strategy: one of `strategy_names()`, or an instance, which is returned unchanged. "auto" means "xla" on an XLA
-            device, else "single_device" with one process and "ddp" with more.
-        world_size: the number of processes.
-        device_type: torch's name of their devices' kind.
-        options: further arguments for the strategy of that name.
+        strategy: one of `strategy_names()`, or a strategy object, which is returned unchanged. "auto" means "xla" on an
+            XLA device, else "single_device" with one process and "ddp" with more.
+        world_size: number of processes.
+        device_type: type of the processes' devices, such as "cuda".
+        options: further arguments for the strategy, if it is given by name.
 
     Returns:
         The strategy.
 
     Raises:
-        SettingError: the name is unknown, the strategy lacks an option or is an instance with options, or it cannot run
-            with this number of processes.
+        SettingError: the name is unknown, the strategy does not have one of the options, options are given with a
+            strategy object, or the strategy cannot run with this number of processes.
 
     Example:
         >>> resolve_strategy("auto", world_size=4).name

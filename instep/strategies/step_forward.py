@@ -1,8 +1,7 @@
-"""Two ways in which a call of a step method gets what a strategy adds around a module's `forward`.
+"""Run step methods such as `training_step` with the work that strategies add only to a module's `forward`.
 
-`StepForward` is for DDP, DeepSpeed and DataParallel, which do their work in the `forward` of a module that they wrap.
-`GatheredMethods` is for FSDP2, which does not wrap modules: it uses FSDP2's hooks on the module's `forward` for other
-methods too.
+`StepForward` is for DDP, DeepSpeed and DataParallel, which wrap a module and do their work in the wrapper's `forward`.
+`GatheredMethods` is for FSDP2, which puts hooks around a module's `forward`: it uses these hooks for other methods too.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ _NAME = "_gathered_methods"
 
 
 class StepForward(nn.Module):
-    """A module whose `forward` calls a method of another one.
+    """Module whose `forward` calls a method of another module.
 
-    DDP arms its reducer in `forward`. A step method that is called directly would leave the ranks with different
-    gradients.
+    DDP prepares its reduction of gradients in `forward`. If a step method was called directly, the ranks would have
+    different gradients.
 
     Args:
-        module: module with the methods.
-        context: context that is entered around each call, or None.
-        method: name of the method. It is looked up in the module's class, because the attribute of the object itself
-            leads to this `StepForward`. None: `forward` gets the name as its first argument.
+        module: module that has the methods.
+        context: context manager for each call, or None.
+        method: name of the method to call. It is looked up in the module's class, because the attribute of the object
+            may be this `StepForward`. None: the first argument of `forward` is the name.
     """
 
     def __init__(
@@ -49,15 +48,15 @@ class StepForward(nn.Module):
 
 
 class GatheredMethods:
-    """Gathering of a sharded module's weights around the outermost of its methods that is called.
+    """Gather the weights of an FSDP2 module around calls of its methods, once for nested calls.
 
-    It replaces the hooks that `fully_shard` puts around a module's forward, and also works for other methods.
+    This object replaces the hooks that `fully_shard` puts around a module's forward, and also works for other methods.
 
-    torch's `register_fsdp_forward_method` gathers for each method separately. So if `training_step` calls
-    `self(batch)`, its weights would be released after that call, and its backward would gather them again.
+    torch's `register_fsdp_forward_method` gathers for each method separately: if `training_step` calls `self(batch)`,
+    the weights would be released after that inner call, and gathered again in the backward.
 
     Args:
-        module: a sharded module. It keeps this object, so use `gathered_methods` to make it.
+        module: a sharded module. The object is stored in the module, so use `gathered_methods` to get it.
     """
 
     def __init__(self, module: Any) -> None:
@@ -76,10 +75,10 @@ class GatheredMethods:
         return output if self._inside else self._after(module, args, output)
 
     def through(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Wrap a method, so that weights are gathered before it and released after it.
+        """Wrap a method so that weights are gathered before the call and released after it.
 
         Args:
-            method: a bound method of the module, which may be compiled.
+            method: bound method of the module, which may be compiled.
             module: module whose weights are gathered.
         """
 
@@ -99,7 +98,7 @@ class GatheredMethods:
 
 
 def gathered_methods(module: nn.Module) -> GatheredMethods:
-    """Return the `GatheredMethods` of a sharded module. It is made by the first call."""
+    """Return the `GatheredMethods` object of a sharded module; the first call makes it."""
     made: GatheredMethods | None = module.__dict__.get(_NAME)
     if made is None:
         made = module.__dict__[_NAME] = GatheredMethods(module)

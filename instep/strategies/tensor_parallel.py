@@ -1,7 +1,7 @@
-"""Tensor parallelism: applying a module's plan, with checks that torch lacks.
+"""Apply a module's plan for tensor parallelism, with checks that torch does not make.
 
-torch splits a parameter wherever the plan says: unevenly, in the middle of a head, or only one of two tied ones. Each
-of these silently trains another model, so each raises an error here.
+torch splits a parameter as the plan says, even if this is uneven, in the middle of an attention head, or for only one
+of two tied parameters. In each of these cases a different model would be trained, so here it is an error.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def check_heads(module: nn.Module, size: int, field: str, key_heads: bool) -> No
     """Raise an error if a module's attention heads cannot be divided evenly among the ranks.
 
     Args:
-        module: module. The numbers of heads are attributes of its parts, or of their `config` or `hparams`, with a
-            usual name such as `num_heads`.
-        size: the number of ranks.
-        field: name of the setting, for the error.
-        key_heads: whether heads of keys and values, which may be fewer, are divided too.
+        module: the module. The numbers of heads are attributes of its submodules, or of their `config` or `hparams`,
+            with a usual name such as `num_heads`.
+        size: number of ranks.
+        field: name of the setting, for the error message.
+        key_heads: whether the heads of keys and values, of which there may be fewer, are divided too.
     """
     for name, part in module.named_modules():
         for owner in (part, getattr(part, "config", None), getattr(part, "hparams", None)):
@@ -50,19 +50,20 @@ def check_heads(module: nn.Module, size: int, field: str, key_heads: bool) -> No
 
 
 def cut(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide a module over the "tp" dimension of a mesh, in place. Collective.
+    """Divide a module over the "tp" dimension of a mesh, in place. Collective: all ranks call it.
 
     Args:
-        module: module with a method `parallelize(mesh)` that divides it or returns a plan, or with parts from
+        module: module with a method `parallelize(mesh)` that divides it or returns a plan, or with submodules from
             transformers that have a plan.
         mesh: mesh with a dimension "tp".
 
     Raises:
-        SettingError: the number of ranks does not divide the heads or a dimension that is split.
-        HookError: there is no plan, the plan fits no part, or it splits only one of two tied parameters.
+        SettingError: a number of heads, or a dimension that is split, is not a multiple of the number of ranks.
+        HookError: there is no plan, a name in the plan matches no submodule, or the plan splits only one of two tied
+            parameters.
     """
     if _cuts(module):
-        return  # an earlier run, or the module's own configure_model, has divided it
+        return  # divided already, by an earlier run or by configure_model
     size = mesh["tp"].size()
     check_heads(module, size, "tp", key_heads=True)
     tied = _tied(module)
@@ -87,20 +88,20 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Apply styles by the names of submodules, in which `*` stands for any single part of a name.
+    """Apply a plan of torch's parallel styles to a module in place.
 
     Args:
-        module: changed in place.
-        mesh: 1-dim.
-        plan: name -> style.
+        module: module to change.
+        mesh: 1-dim device mesh.
+        plan: styles by the names of submodules; `*` in a name stands for any one part between dots.
 
     Raises:
-        HookError: a name fits no submodule. torch itself would only warn.
+        HookError: a name matches no submodule (torch itself would only warn).
     """
-    from torch.distributed.tensor.parallel import parallelize_module  # imported late: only who cuts tensors pays for it
+    from torch.distributed.tensor.parallel import parallelize_module  # imported late: rarely used
 
     names = [name.split(".") for name, _ in module.named_modules()]
-    # Styles by complete names, since torch warns of modules in which a pattern finds nothing.
+    # Replace patterns by complete names, since torch warns about each module in which a pattern matches nothing.
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         wanted = pattern.split(".")
@@ -115,7 +116,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
 
 
 def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
-    """Apply the plan of a transformers model, by the names of its styles; return True if there is one."""
+    """Apply the tensor-parallel plan that a transformers model declares; return False if it has none."""
     names: Mapping[str, str] | None = getattr(part, "_tp_plan", None)
     if not isinstance(names, Mapping) or not names or not hasattr(part, "config"):
         return False
@@ -139,7 +140,7 @@ def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
     plan: dict[str, Any] = {}
     for pattern, style in names.items():
         if any(fnmatch(name.rpartition(".")[0], pattern) for name in apart):
-            continue  # a head that is tied to an embedding stays whole if the plan leaves the embedding whole
+            continue  # tied to an embedding that the plan does not split
         if style not in styles:
             raise HookError(
                 f"the plan of {type(part).__name__} has the style {style!r} for {pattern}, which is none of "
@@ -151,15 +152,16 @@ def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
 
 
 class BeforeStep:
-    """Hook before an optimizer's step that completes the gradients of a divided module.
+    """Hook before an optimizer step that prepares the gradients of a module under tensor parallelism.
 
     Args:
-        module: the divided module.
-        optimizer: optimizer of its parameters.
+        module: module that is divided over ranks.
+        optimizer: optimizer of the module's parameters.
         mesh: 1-dim mesh of the ranks over which the module is divided.
 
     Raises:
-        SettingError: the optimizer has options to step tensors together that torch cannot.
+        SettingError: the optimizer uses `foreach` or `fused`, which torch does not support for a mix of plain and
+            sharded tensors.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> None:
@@ -188,10 +190,10 @@ class BeforeStep:
         for parameter in self._cut:
             gradient: Any = parameter.grad
             if gradient is not None and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-                # With sequence parallelism, each rank has the gradients for its part of the sequence.
+                # With sequence parallelism, a gradient is a partial sum from this rank's part of the sequence.
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         for group in self._mixed:
-            # on a GPU torch would choose True; undone after the step, so that no checkpoint has it
+            # On a GPU torch would choose True. The value is restored after the step, so that no checkpoint has it.
             group["foreach"] = False
         if self._unproven:
             self._compare()
@@ -201,7 +203,7 @@ class BeforeStep:
             group["foreach"] = None
 
     def _compare(self) -> None:
-        """Check once that undivided parameters have equal gradients on all ranks, or their copies would drift apart."""
+        """Check at the first step that parameters that are not divided have equal gradients on all ranks."""
         unproven, self._unproven = self._unproven, {}
         known = {name: p for name, p in unproven.items() if p.grad is not None}
         differ: list[Tensor] = []
@@ -226,13 +228,13 @@ class BeforeStep:
 
 
 def _dims(parameter: Tensor) -> tuple[str, ...]:
-    """Return the mesh dimensions of a parameter; () for a plain one."""
+    """Return the names of the mesh dimensions of a DTensor; () for a plain tensor."""
     mesh = getattr(parameter, "device_mesh", None)
     return () if mesh is None else tuple(mesh.mesh_dim_names or ())
 
 
 def plain(value: Any) -> Any:
-    """Return a divided tensor as a whole one on every rank; return any other value unchanged."""
+    """Return the whole tensor of a DTensor on every rank; return any other value unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -241,7 +243,7 @@ def _cuts(module: nn.Module) -> bool:
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several names."""
+    """Return the list of names of each parameter that has several names."""
     groups: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
@@ -249,7 +251,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(module: nn.Module, names: list[str]) -> None:
-    """Tie parameters again after a plan has replaced each of them."""
+    """Tie parameters again, after a plan has replaced them by different objects."""
     parameters = [module.get_parameter(name) for name in names]
     layouts = [getattr(p, "placements", None) for p in parameters]
     if len(set(layouts)) > 1:

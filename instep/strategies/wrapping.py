@@ -1,4 +1,4 @@
-"""Selection of parts of a module, by class, by size or by a function; and what is done to such parts."""
+"""Select submodules (blocks) of a module by class, by size or by a function, for sharding and recomputation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_policy(field: str, policy: Any) -> Any:
     """Check a wrapping policy, and return it with its classes as a tuple.
 
     Raises:
-        SettingError: the value is no policy.
+        SettingError: the value is not a class, a name, a number, a function, a collection of classes, or None.
     """
     if policy is None or is_int(policy, 1):
         return policy
@@ -42,18 +42,18 @@ def _is_class(kind: Any) -> bool:
 
 
 def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a module that a policy selects, by name, outer ones first. The module itself is never one.
+    """Return the submodules that a policy selects, by name, outer ones first; the module itself is not included.
 
     Args:
-        field: the setting's name, for errors.
-        policy: result of `check_policy`. None selects the classes that a transformers model declares as not to be
-            split, or else the blocks of a transformer. Blocks are the items of an `nn.ModuleList`, and those items of
-            an `nn.Sequential` that have submodules with weights and whose class occurs at least twice in it. Only the
-            outermost containers are used.
+        field: name of the setting, for error messages.
+        policy: result of `check_policy`. None: select the classes that a transformers model lists in
+            `_no_split_modules`, or else the blocks of a transformer. Blocks are the items of an `nn.ModuleList`, and
+            those items of an `nn.Sequential` that have submodules with weights and whose class occurs at least twice in
+            it. Only the outermost containers are used.
         module: module to search.
 
     Raises:
-        SettingError: a class, or the whole policy, matches nothing.
+        SettingError: a class, or the whole policy, matches no submodule.
     """
     inside = {
         name: part for name, part in module.named_modules() if name and type(part).forward is not nn.Module.forward
@@ -95,7 +95,7 @@ def _by_class(field: str, classes: tuple[Any, ...], inside: Mapping[str, nn.Modu
 
 
 def _by_size(module: nn.Module, size: int, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the parts with at least `size` parameters, not counting those of selected parts inside them."""
+    """Return the submodules with at least `size` parameters, where those of selected inner modules do not count."""
     found: dict[str, nn.Module] = {}
 
     def visit(part: nn.Module, name: str) -> int:
@@ -118,7 +118,7 @@ def _unsplittable(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[st
 def _blocks(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     outer: tuple[str, ...] = ()
     names: set[str] = set()
-    for name, part in module.named_modules():  # outer modules come first
+    for name, part in module.named_modules():  # outer modules first
         prefix = f"{name}." if name else ""
         if not name.startswith(outer) and (items := _items(part)):
             outer += (prefix,)
@@ -142,20 +142,20 @@ def _items(container: nn.Module) -> list[str]:
 
 
 def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Module]:
-    """Return the parts of a module that are gathered one at a time, by name.
+    """Return the submodules that FSDP shards and gathers separately, by name.
 
     Args:
         module: the whole module.
-        policy: result of `check_policy` for `wrap`.
-        strategy: name of the strategy, for errors.
+        policy: result of `check_policy` for the argument `wrap`.
+        strategy: name of the strategy, for error messages.
 
     Raises:
         SettingError: the policy selects nothing, or would separate tied weights; or a module with manual optimization
-            has weights of its own.
+            has weights outside of submodules.
     """
     units = select("wrap", policy, module)
     if is_manual(module):
-        # The backward runs within the step, before the module's forward has ended, so each part is sharded separately.
+        # In manual optimization the backward runs within the step, so each child of the module is sharded separately.
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if own:
             raise SettingError(
@@ -179,12 +179,12 @@ def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Modu
 
 
 def is_manual(module: nn.Module) -> bool:
-    """Return whether a module optimizes manually."""
+    """Return True if a module uses manual optimization."""
     return not getattr(module, "automatic_optimization", True)
 
 
 def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """Return the children of a module by name; a container without a forward is replaced by its own children."""
+    """Return the children of a module by name; for a container without a forward, return its children instead."""
     parts: dict[str, nn.Module] = {}
     for key, child in module.named_children():
         if type(child).forward is nn.Module.forward:
@@ -195,11 +195,11 @@ def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]) -> set[nn.Module]:
-    """Return the parts whose activations are recomputed in the backward.
+    """Return the submodules whose activations are recomputed in the backward.
 
     Args:
         module: the whole module.
-        policy: result of `check_policy`; True for the units, False for none.
+        policy: result of `check_policy` for `activation_checkpointing`. True: all of `units`. False: none.
         units: result of `units_of`.
 
     Raises:
@@ -218,9 +218,9 @@ def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]
 
 
 def untie(module: nn.Module, units: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], list[str]]:
-    """Return the units that share no parameter with the rest of the module, and the names of shared parameters.
+    """Return the units that share no parameter with other parts of the module, and the names of shared parameters.
 
-    Sharding replaces the parameters of a unit, and would replace a tied one in only one place.
+    Sharding a unit replaces its parameters, and would replace a tied parameter in this unit only.
     """
     left, shared = dict(units), []
     while True:
@@ -246,5 +246,5 @@ def _unit_of(name: str, units: Mapping[str, nn.Module]) -> str:
 
 
 def compile_forward(part: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile a part's forward, in place. Hooks of the part run around it, uncompiled."""
+    """Compile the forward of a submodule in place; hooks of the submodule are not compiled."""
     part.forward = torch.compile(part.forward, **options)

@@ -1,4 +1,4 @@
-"""XLA devices, such as TPUs, through torch_xla."""
+"""`XLAStrategy`: training on XLA devices, such as TPUs, by torch_xla."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _AXIS = "devices"
 
 
 class XLAGradients(Gradients):
-    """Gradients that the processes of a slice reduce once per window."""
+    """Gradients that are averaged over processes once per optimizer step."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self.reduced: set[int] = set()
         """Ids of the optimizers whose gradients are those of all processes."""
-        self._stateful: set[int] = set()  # ids of optimizers whose states are sharded
+        self._stateful: set[int] = set()  # ids of optimizers whose state is sharded already
 
     def unscale(self, optimizer: Optimizer) -> None:
         self._reduce(optimizer)
 
     def _reduce(self, optimizer: Optimizer) -> None:
-        """Average the gradients of a window over processes, once. With one process the graph has done this."""
+        """Average the accumulated gradients over processes, once per optimizer step; do nothing with one process."""
         if id(optimizer) in self.reduced:
             return
         if PartialState().num_processes > 1:
@@ -59,7 +59,7 @@ class XLAGradients(Gradients):
 
             super().step(optimizer, reduced, **kwargs)
         if strategy._mesh is not None and id(optimizer) not in self._stateful:
-            strategy._split_state(optimizer)  # states that this step has made, before they are computed
+            strategy._split_state(optimizer)  # states that the first step has made, before they are computed
             if optimizer.state:
                 self._stateful.add(id(optimizer))
         self.reduced.discard(id(optimizer))
@@ -68,31 +68,31 @@ class XLAGradients(Gradients):
 
 
 class XLAStrategy(Strategy):
-    """Training on XLA devices: the operations of a step are recorded, compiled once, and run as one graph.
+    """Training on XLA devices, where the operations of a step are recorded, compiled once, and run as one graph.
 
-    The graph ends with each micro-batch, optimizer step and evaluation step. Every new shape of a batch compiles anew,
-    so prefer `drop_last=True` and padding to few lengths; reading a value within a step (`.item()`, `print`) computes
-    it in a graph of its own.
+    A graph ends after each micro-batch, optimizer step and evaluation step. Every new shape of a batch is compiled
+    again, so use `drop_last=True` and pad to few lengths. Reading a value within a step (`.item()`, `print`) runs an
+    extra graph.
 
-    Several devices are used in one of two ways. With `spmd`, one process controls all devices that it sees: batches are
-    split over them by sample, and the compiler adds the communication, so that losses are those of one device. Its
-    loader yields the batch of all devices together. Without `spmd`, each device has its own process, started by
-    `torch_xla.launch`, and gradients are averaged. This second way follows torch_xla's documented interface, and was
-    not tested on a TPU.
+    There are two ways to use several devices. With `spmd`, one process controls all devices that it sees: batches are
+    split over them by sample, and the compiler adds the communication, so that losses are those of one device. The
+    dataloader yields the batch for all devices together. Without `spmd`, each device has its own process, started by
+    `torch_xla.launch`, and gradients are averaged. This second way follows torch_xla's documentation, and was not
+    tested on a TPU.
 
-    Checkpoints are written from copies on the host, in the format of every other strategy.
+    Checkpoints are written from copies on the host, in the same format as under every other strategy.
 
     Args:
-        spmd: `no`: one device per process. `data`: the weights are whole on each device of the process. `fsdp`:
-            weights, gradients and optimizer states are sharded over the devices.
-        blocks: for `fsdp`, classes of modules (such as a transformer's block) whose first output stays split by sample.
+        spmd: "no": one device per process. "data": each device of the process has the whole weights. "fsdp": weights,
+            gradients and optimizer states are sharded over the devices.
+        blocks: for "fsdp": classes of modules (such as a transformer's block) whose first output stays split by sample.
             This prevents the compiler from gathering activations instead of weights.
 
     Raises:
-        SettingError: an option is wrong. When a run starts: the device is no XLA device, or the precision is
-            `16-mixed`.
-        StateError: when a run starts, gradients were computed in this process before any XLA device was used.
-        MissingPackageError: when a run starts, torch_xla is not installed.
+        SettingError: an argument is wrong. (When a run starts:) the device is not an XLA device, or the precision is
+            16-mixed.
+        StateError: (when a run starts) gradients were computed in this process before any XLA device was used.
+        MissingPackageError: (when a run starts) torch_xla is not installed.
 
     Example:
         >>> XLAStrategy(spmd="fsdp").name
@@ -121,7 +121,7 @@ class XLAStrategy(Strategy):
         self._mesh: Any = None
         self._hooks: list[Any] = []
 
-    # ---- life
+    # ---- set-up and tear-down
 
     def check_world_size(self, world_size: int) -> None:
         if world_size == 1:
@@ -156,8 +156,7 @@ class XLAStrategy(Strategy):
         if self.spmd != "no":
             self._mesh = self._make_mesh()
         _check_backward(device)
-        # torch.manual_seed and the CPU's generator do not reach the device, so its seed comes from the CPU generator's
-        # state.
+        # torch.manual_seed does not seed the XLA device, so derive a seed for it from the state of the CPU generator.
         self._xla_model.set_rng_state(derive_seed("xla", torch.get_rng_state().numpy().tobytes().hex()))
         add_generator("xla", self._xla_model.get_rng_state, self._xla_model.set_rng_state)
 
@@ -178,13 +177,13 @@ class XLAStrategy(Strategy):
     def prepare_module(self, module: nn.Module) -> None:
         shared = _shared_parameters(module)
         super().prepare_module(module)
-        for (owner, name), *others in shared:  # moving to XLA makes a new parameter for each module, so tie them again
+        for (owner, name), *others in shared:  # moving to XLA has untied parameters, so tie them
             for other, other_name in others:
                 other._parameters[other_name] = owner._parameters[name]
         if self._mesh is None:
             return
         for tensor in (*module.parameters(), *module.buffers()):
-            self._spmd.clear_sharding(tensor)  # a run with another strategy may have left a sharding
+            self._spmd.clear_sharding(tensor)  # from an earlier run with another strategy
             self._split(tensor, self._weight_dim(tensor) if isinstance(tensor, nn.Parameter) else -1)
         for block in module.modules():
             if isinstance(block, self.blocks):
@@ -207,10 +206,10 @@ class XLAStrategy(Strategy):
         while self._hooks:
             self._hooks.pop().remove()
 
-    # ---- sharding under SPMD: it changes where tensors are, and not what is computed
+    # ---- sharding under SPMD, which changes where tensors are stored, but not the results
 
     def _weight_dim(self, weight: Tensor) -> int:
-        """Return the longest dimension that can be split evenly; -1 if there is none, and for `data` (copies)."""
+        """Return the longest dimension that can be split evenly; -1 if there is none, or if `spmd` is "data"."""
         even = [size if size % self._mesh.size() == 0 else 0 for size in weight.shape]
         return even.index(max(even)) if any(even) and self.spmd == "fsdp" else -1
 
@@ -219,7 +218,7 @@ class XLAStrategy(Strategy):
         self._spmd.mark_sharding(tensor, self._mesh, spec)
 
     def _split_state(self, optimizer: Optimizer) -> None:
-        """Shard an optimizer's state like the weights; otherwise the compiler chooses, possibly anew in each step."""
+        """Shard an optimizer's state like the weights; without this, the compiler may choose another way each step."""
         for weight, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == "xla" and value.shape == weight.shape:
@@ -240,7 +239,7 @@ class XLAStrategy(Strategy):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         step = super().step_function(name)
-        ends = name != "training_step"  # the graph of a training step ends with the backward or the optimizer step
+        ends = name != "training_step"  # in training, the backward or the optimizer step ends the graph
 
         def run(*args: Any) -> Any:
             if self._mesh is not None:
@@ -255,7 +254,7 @@ class XLAStrategy(Strategy):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
-        self._torch_xla.sync()  # one graph for each micro-batch, since they are equal, and not one for the whole window
+        self._torch_xla.sync()  # ends the graph, so that all micro-batches use the same one
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.gradients.reduced.clear()
@@ -267,7 +266,7 @@ class XLAStrategy(Strategy):
         return _on_host(self.module.state_dict(keep_vars=True))
 
     def average_replicas(self) -> None:
-        """Do nothing, since only tensors on the host could be broadcast here."""
+        """Do nothing, since buffers are on XLA devices, and only tensors on the host can be broadcast here."""
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
         return _on_host({**self.module.state_dict(keep_vars=True), **held})
@@ -293,7 +292,7 @@ def _check_backward(device: torch.device) -> None:
 
 
 def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter that several modules share."""
+    """Return for each tied parameter the list of modules and attribute names that have it."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -303,7 +302,7 @@ def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _on_host(state: Any) -> Any:
-    """Return a state with device tensors copied to the host; tied weights stay one tensor."""
+    """Return a state with its tensors copied to the host; tied weights stay the same tensor."""
     copies: dict[int, Tensor] = {}
 
     def copy(value: Any) -> Any:

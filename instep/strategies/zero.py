@@ -1,8 +1,9 @@
-"""ZeRO stage 1: each rank keeps the optimizer's state for a part of the parameters, steps it, and sends it to all.
+"""ZeRO stage 1 under DDP: each rank keeps optimizer state for its part of the parameters, and steps only that part.
 
-The optimizer stays the user's object, with all parameters in its groups, so that schedulers, clipping and parameter
-names do not notice. During its step, parameters of other ranks have no gradient. Every torch optimizer skips such
-parameters, so it makes a state only for this rank's parameters.
+After the step, each rank sends its part of the weights to all ranks. The optimizer stays the user's object, with all
+parameters in its groups, so schedulers, clipping and parameter names work as without ZeRO. During a step, the gradients
+of other ranks' parameters are None. Every torch optimizer skips such parameters, so it has state only for this rank's
+parameters.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from instep.state import PartialState
 from instep.strategies.gradients import parameters_of
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state, whole
 
-_BUFFER_BYTES = 25 * 2**20  # bytes per message, as in the buckets with which DDP sends the weights at its start
-# Shards by optimizer, since several models may share one optimizer.
+_BUFFER_BYTES = 25 * 2**20  # bytes per broadcast, as for DDP's initial broadcast of weights
+# The OptimizerShards of each optimizer, since several models may have the same optimizer.
 _divided: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()
 
 
 class OptimizerShards:
-    """An optimizer whose steps are divided among the ranks.
+    """Divide the steps of an optimizer among the ranks.
 
     Args:
         optimizer: optimizer that steps every parameter separately, as all of torch's do except L-BFGS. Its state for
-            other ranks' parameters is dropped.
+            other ranks' parameters is deleted.
 
     Raises:
         SettingError: the optimizer cannot be divided.
@@ -58,20 +59,20 @@ class OptimizerShards:
         self._assign(parameters_of(optimizer))
         for p in parameters_of(optimizer):
             if not self.owns(p):
-                optimizer.state.pop(p, None)  # Adagrad makes its state in its constructor
+                optimizer.state.pop(p, None)  # Adagrad has state for all parameters from the start
         self._handles: list[Any] = []
         _divided[optimizer] = self
 
     @staticmethod
     def attach(optimizer: Optimizer) -> OptimizerShards | None:
-        """Divide an optimizer's steps from now on.
+        """Divide the steps of an optimizer from now on, and return the object that does it.
 
-        Return None for torch's ZeroRedundancyOptimizer, which does it itself.
+        Return None for torch's ZeroRedundancyOptimizer, which divides its steps itself.
         """
         if is_torch_zero(optimizer):
             return None
         shards = _divided.get(optimizer) or OptimizerShards(optimizer)
-        shards._assign(parameters_of(optimizer))  # new groups may have been added
+        shards._assign(parameters_of(optimizer))  # of groups that were added since then
         if not shards._handles:
             shards._handles = [
                 optimizer.register_step_pre_hook(shards._before_step),
@@ -84,13 +85,13 @@ class OptimizerShards:
         return self._owners[parameter] == self._rank
 
     def detach(self) -> None:
-        """Let the optimizer step all parameters again. Its state is still only a part."""
+        """Stop dividing the steps; the optimizer still has state only for this rank's parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Assign each new parameter to the rank with the least work. All ranks decide the same."""
+        """Assign each new parameter to the rank with the fewest elements; all ranks get the same result."""
         new = [p for p in parameters if p not in self._owners]
         for p in sorted(new, key=lambda p: p.numel(), reverse=True):
             owner = self._owners[p] = self._loads.index(min(self._loads))
@@ -98,12 +99,12 @@ class OptimizerShards:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:  # the closure makes and clips all gradients, so it must run before some are hidden
+        if closure is not None:  # it computes and clips all gradients, so call it before some are hidden
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (optimizer,), {**kwargs, "closure": lambda: loss}
         parameters = parameters_of(optimizer)
-        self._assign(parameters)  # groups may have been added
+        self._assign(parameters)  # of groups that were added since the last step
         self._hidden = [(p, p.grad) for p in parameters if p.grad is not None and not self.owns(p)]
         for p, _ in self._hidden:
             p.grad = None
@@ -134,7 +135,7 @@ def is_torch_zero(optimizer: Optimizer) -> bool:
 
 
 def part_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return this rank's part of an optimizer's state: the states of its own parameters, and all other values."""
+    """Return this rank's part of an optimizer's state: the state of its parameters, and the groups' settings."""
     if not is_torch_zero(optimizer):
         return optimizer_state(module, optimizer)
     names = names_of(module, [optimizer])
@@ -144,10 +145,10 @@ def part_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_part(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool) -> list[str]:
-    """Load this rank's part of a whole optimizer's state. The rest is not read.
+    """Load this rank's part of an optimizer's whole state; other ranks' parts are not read.
 
     Returns:
-        Texts that say what was left out, as from `Strategy.load_optimizer_state`.
+        Messages about what was not loaded, as from `Strategy.load_optimizer_state`.
     """
     target = _inner(optimizer) if is_torch_zero(optimizer) else optimizer
     names, shards = names_of(module, [optimizer]), _divided.get(optimizer)
@@ -166,7 +167,7 @@ def load_part(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], 
 
 
 def consolidate(tree: dict[str, Any]) -> dict[str, Any]:
-    """Gather a whole optimizer's state on rank 0, in host memory, from every rank's part. Collective.
+    """Join the parts of an optimizer's state from all ranks on rank 0, in host memory. Collective: all ranks call it.
 
     Returns:
         The whole state on rank 0; on other ranks `tree` unchanged.

@@ -1,14 +1,14 @@
-"""ZeRO by DeepSpeed's engine.
+"""ZeRO by DeepSpeed's engine, under the Trainer's loop.
 
-The Trainer's loop stays in charge. Its accumulation windows tell the engine when gradients are complete, its clipping
-value is passed to the engine, and the engine steps the user's optimizer and schedules. Checkpoints have instep's
-format: each rank writes its parts of the float32 weights and of the optimizer's state, by parameter names.
+The Trainer decides when gradients are accumulated and when they are complete, and it passes its clipping value to the
+engine. The engine steps the user's optimizer and schedulers. Checkpoints have instep's format: each rank writes its
+parts of the float32 weights and of the optimizer's state, by parameter names.
 
-    strategy.py     the life of an engine, the steps, and the state: out to a checkpoint and in
-    config.py       the JSON configuration: "auto" values, and what the Trainer decides
+    strategy.py     `DeepSpeedStrategy`: makes the engine, runs steps, saves and loads the state
+    config.py       DeepSpeed's JSON configuration: "auto" values, and values that come from the Trainer
     optimizers.py   the optimizer that a configuration describes
-    partitions.py   which run of a parameter's elements this rank holds, and where it lies
-    loading.py      importing deepspeed, and builds of its operators that were killed
+    partitions.py   which elements of each parameter this rank holds, and where they are stored
+    loading.py      the import of deepspeed, and a check for builds of its operators that were killed
 """
 
 from instep.strategies.deepspeed.strategy import DeepSpeedStrategy

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configuration: read, checked, and completed with values of the Trainer and the module."""
+"""Read and check DeepSpeed's JSON configuration, and fill it with values of the Trainer and the module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_config(config: Mapping[str, Any] | PathLike) -> Config:
     """Return a configuration that may be modified: a copy of the mapping, or the content of the JSON file.
 
     Raises:
-        SettingError: the file cannot be read, or holds no JSON object.
+        SettingError: the file cannot be read, or does not contain a JSON object.
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
@@ -55,7 +55,7 @@ def make_config(
     nvme_path: PathLike | None,
     options: Mapping[str, Any],
 ) -> Config:
-    """Return the configuration for a strategy's arguments."""
+    """Make DeepSpeed's configuration from the arguments of `DeepSpeedStrategy`."""
     zero: Config = {"stage": stage, **options}
     for field, key, device in (
         ("offload_optimizer", "offload_optimizer", offload_optimizer),
@@ -75,13 +75,13 @@ def make_config(
 
 
 def check_config(config: Config) -> int:
-    """Raise an error for settings that cannot work with instep's loop in any run.
+    """Raise an error for settings of DeepSpeed that can never work with instep's loop.
 
     Returns:
         The ZeRO stage.
 
     Raises:
-        SettingError: an entry cannot work; the text names it and a replacement.
+        SettingError: an entry cannot work; the message names it and a replacement.
     """
     for key, instead in INSTEAD["DeepSpeed's config"].items():
         value = config.get(key)
@@ -115,16 +115,16 @@ def check_config(config: Config) -> int:
 
 
 def offload_device(config: Mapping[str, Any], key: str) -> str | None:
-    """Return the device of `offload_optimizer` or `offload_param`; None without offloading."""
+    """Return the device in the section `offload_optimizer` or `offload_param`; None without offloading."""
     device = (config.get("zero_optimization", {}).get(key) or {}).get("device")
     return None if device in (None, "none", AUTO) else device
 
 
 def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) -> str | None:
-    """Return the section that switches 16 bits on: "bf16", "fp16" or "torch_autocast"; None without one.
+    """Return the configuration section for the run's precision: "bf16", "fp16" or "torch_autocast"; None for float32.
 
     Raises:
-        SettingError: DeepSpeed does not support the precision, or the configuration has another one than the run.
+        SettingError: DeepSpeed does not support the precision, or the configuration asks for another one.
     """
     if precision.name not in _DTYPES:
         raise SettingError(
@@ -155,32 +155,32 @@ def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) ->
 
 
 def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int, elements: int) -> Config:
-    """Return the configuration for the engine: a copy in which no value is "auto" any more.
+    """Return a copy of the configuration for the engine, in which all "auto" values are replaced.
 
     Args:
         config: configuration that `check_config` accepted.
         kind: result of `compute_kind`.
-        device_type: torch's name of the device's kind.
-        accumulate: micro-batches per optimizer step, as far as known.
-        elements: number of elements of all parameters; larger buckets would only waste memory.
+        device_type: type of the device, such as "cuda".
+        accumulate: number of micro-batches per optimizer step, if known already.
+        elements: number of elements of all parameters, an upper limit for the size of buckets.
 
     Raises:
-        SettingError: there is no value for an "auto".
+        SettingError: the value for an "auto" is not known.
     """
     filled = copy.deepcopy(config)
-    filled.pop("optimizer", None)  # the user makes the optimizer before the engine
+    filled.pop("optimizer", None)  # the optimizer is made before the engine, and passed to it
     filled.pop("train_batch_size", None)
     filled["gradient_accumulation_steps"] = accumulate
     if filled.get("train_micro_batch_size_per_gpu", AUTO) == AUTO:
-        filled["train_micro_batch_size_per_gpu"] = 1  # only for the samples per second that DeepSpeed prints
+        filled["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed uses it only to print samples per second
     if filled.get("gradient_clipping") == AUTO:
-        del filled["gradient_clipping"]  # clipping is set at each step, with the Trainer's value
+        del filled["gradient_clipping"]  # set at each step, by the Trainer's value
     for other in ("fp16", "bf16"):
         if other in filled or kind == other:
             filled[other] = {**filled.get(other, {}), "enabled": kind == other}
     if kind == "torch_autocast":
         filled["torch_autocast"] = {**filled.get("torch_autocast", {}), "enabled": True, "dtype": "bfloat16"}
-    filled.setdefault("zero_force_ds_cpu_optimizer", False)  # the optimizer is the user's choice
+    filled.setdefault("zero_force_ds_cpu_optimizer", False)  # allow any optimizer with offloading to the CPU
     zero = filled["zero_optimization"]
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if zero.get(key, AUTO) == AUTO:
@@ -227,7 +227,7 @@ def check_accumulation(config: Mapping[str, Any], accumulate: int) -> None:
 
 
 def _enabled(config: Mapping[str, Any], key: str) -> bool | None:
-    """Return `enabled` of a section; None if it is missing or "auto"."""
+    """Return the entry `enabled` of a section of the configuration; None if it is missing or "auto"."""
     said = (config.get(key) or {}).get("enabled", AUTO)
     return None if said == AUTO else bool(said)
 

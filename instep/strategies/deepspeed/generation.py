@@ -1,4 +1,4 @@
-"""Generation with weights sharded over ranks (stage 3). Every forward gathers them, so all ranks must run as many."""
+"""Text generation under ZeRO stage 3, where all ranks must run the same number of forwards to gather weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 
 def sync_generation(module: nn.Module) -> Callable[[], None]:
-    """Let the transformers models in a module generate until the last rank is done.
+    """Make `synced_gpus=True` the default of `generate` in the transformers models of a module.
 
-    Texts have different lengths, and ranks that are done would no longer take part when others gather weights.
-    transformers does this itself for torch's FSDP, but for DeepSpeed only with its own integration.
+    With it, a rank whose texts are finished runs forwards until the last rank has finished, since other ranks need it
+    to gather weights. transformers sets this itself for torch's FSDP, but for DeepSpeed only with its own integration.
 
     Args:
-        module: each part with a method `generate(..., synced_gpus=...)` gets True as that argument's default.
+        module: module whose parts with a method `generate(..., synced_gpus=...)` are changed.
 
     Returns:
-        A function that undoes this.
+        A function that restores the original methods.
     """
     made = [part for part in module.modules() if "generate" not in part.__dict__ and _can_sync(type(part))]
     for part in made:

@@ -1,8 +1,8 @@
-"""Import of deepspeed for a device, and detection of killed builds of its operators.
+"""Import deepspeed for a type of device, and detect builds of its operators that were killed.
 
-DeepSpeed compiles operators when they are first used, for offloading to the CPU and to NVMe, and on GPUs. torch
-protects such a build by a file `lock`, which does not say which process made it. A killed build leaves this file, and
-every later run would silently wait for ever.
+DeepSpeed compiles operators when they are first used, for offloading to the CPU or to NVMe and on GPUs. During a build,
+torch keeps a file `lock`, which does not say which process made it. If the process is killed, the file stays, and every
+later run would wait for it forever without a message.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
 from instep.utils.imports import require
 
-_YOUNG_S = 5.0  # seconds between making the lock and starting the compiler
-_REMOTE_S = 1800.0  # seconds that a build on another machine may take
+_YOUNG_S = 5.0  # most seconds from making the lock file to starting the compiler
+_REMOTE_S = 1800.0  # most seconds for a build on another machine
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed, set up for a kind of device.
+    """Import DeepSpeed, and configure it for a type of device.
 
     Raises:
         MissingPackageError: deepspeed is not installed.
-        SettingError: this process has set up deepspeed for another kind of device.
+        SettingError: this process has configured deepspeed for another type of device.
         DistributedError: a build of one of its operators was killed.
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     try:
-        os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads the variable once, at its import
+        os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads it when it is imported
         with quiet_imports():
             deepspeed = require("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
     finally:
@@ -50,51 +50,51 @@ def load_deepspeed(device: torch.device) -> Any:
             got=device.type,
         )
     check_builds(build_folder())
-    # Disabled, since it would build shared-memory collectives for CPUs, which takes minutes of compiling.
+    # Do not build DeepSpeed's shared-memory collectives for CPUs, which takes minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _forget_old_groups(deepspeed.utils.groups)
     return deepspeed
 
 
 def _forget_old_groups(groups: Any) -> None:
-    """Drop the process groups that DeepSpeed keeps, if `end_training` has destroyed them."""
+    """Remove process groups from DeepSpeed's global state if they have been destroyed, as by `end_training`."""
     try:
         if groups._WORLD_GROUP is not None:
             torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
-    except ValueError:  # a newer torch no longer knows the group
+    except ValueError:  # newer versions of torch raise for a destroyed group
         groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         groups._ALL_TO_ALL_GROUP = {}
 
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Silence a warning that torch's own compiler raises when DeepSpeed first loads it."""
+    """Ignore a warning that torch's compiler raises when DeepSpeed imports it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
         yield
 
 
 def build_folder() -> Path:
-    """Return the folder in which torch builds extensions."""
+    """Return the folder in which torch builds C++ extensions."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    # imported late, since it searches for compilers
+    # Imported late, since this module searches for compilers.
     return Path(chosen or import_module("torch.utils.cpp_extension").get_default_build_root())
 
 
 def check_builds(folder: Path) -> None:
-    """Raise an error if the build of an operator was killed.
+    """Raise an error if the build of one of DeepSpeed's operators was killed.
 
     Args:
-        folder: folder of all builds.
+        folder: folder that contains a folder for each build.
 
     Raises:
-        DistributedError: a build was killed; the text names the file to remove.
+        DistributedError: a build was killed; the message names the file to remove.
     """
     for lock in sorted((*folder.glob("*/lock"), *folder.glob("*/*/lock"))):
         try:
             age_s = time.time() - lock.stat().st_mtime
         except OSError:
-            continue  # the build has just ended
+            continue  # the lock file is gone: the build has just ended
         remote = PartialState().num_nodes > 1
         if _is_at_work(lock.parent) or age_s < (_REMOTE_S if remote else _YOUNG_S):
             continue
@@ -107,7 +107,7 @@ def check_builds(folder: Path) -> None:
 
 
 def _is_at_work(folder: Path) -> bool:
-    """Return True if a process of this machine works in a folder, as a build does."""
+    """Return True if the working directory of a process on this machine is a folder, as during a build."""
     try:
         target = folder.stat()
     except OSError:
@@ -119,4 +119,4 @@ def _is_at_work(folder: Path) -> bool:
             continue
         if (here.st_dev, here.st_ino) == (target.st_dev, target.st_ino):
             return True
-    return not Path("/proc").is_dir()  # without /proc this is unknown, so assume a build
+    return not Path("/proc").is_dir()  # unknown without /proc: assume a running build

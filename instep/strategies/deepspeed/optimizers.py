@@ -1,4 +1,4 @@
-"""Optimizers for DeepSpeed: the one that a configuration describes, and their names in checkpoints."""
+"""Make the optimizer that a DeepSpeed configuration describes, and check and name optimizers for ZeRO."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from instep.errors import SettingError
 from instep.strategies.deepspeed.config import AUTO, offload_device
 
-# These step each element separately, so they can step a part of a flattened group.
+# Optimizers of torch that step each element separately, so that they can step a part of a flattened group.
 _ELEMENTWISE = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return an optimizer's name in a checkpoint.
+    """Return the name of an optimizer's class for a checkpoint.
 
-    DeepSpeed's Adams get the names of torch's, which are equal to them.
+    DeepSpeed's versions of Adam and AdamW get the names of torch's, which compute the same.
     """
     name = type(optimizer).__name__
     if name not in _ADAMS:
@@ -30,18 +30,18 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def counts_in_ints(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer's state has `step` as an int."""
+    """Return True if `step` in an optimizer's state is an int and not a tensor."""
     return type(optimizer).__name__ in _ADAMS
 
 
 def check_optimizer(optimizer: Optimizer, config: Mapping[str, Any], stage: int) -> None:
-    """Raise an error for an optimizer that may need whole parameters.
+    """Raise an error for an optimizer that may not step each element of a parameter separately.
 
-    ZeRO gives each process only a part of the flattened parameters, so the steps of such an optimizer would differ.
+    ZeRO gives each process only a part of the flattened parameters, so the steps of such an optimizer would be wrong.
 
     Raises:
-        SettingError: the optimizer may need whole parameters (the text names alternatives), or one of its groups has no
-            parameters.
+        SettingError: the optimizer may need whole parameters (the message names alternatives), or one of its groups has
+            no parameters.
     """
     name = type(optimizer).__name__
     if any(not group["params"] for group in optimizer.param_groups):
@@ -64,16 +64,16 @@ def check_optimizer(optimizer: Optimizer, config: Mapping[str, Any], stage: int)
 
 
 def make_optimizer(config: Mapping[str, Any], parameters: Iterable[Any], device: torch.device, **given: Any) -> Any:
-    """Return the optimizer that the configuration describes.
+    """Make the optimizer that a DeepSpeed configuration describes.
 
     Args:
-        config: with a section `optimizer`.
-        parameters: parameters, or groups of them.
-        device: where the module is.
-        given: values for entries that are "auto". Other "auto" entries take the optimizer's default.
+        config: configuration with a section `optimizer`.
+        parameters: parameters, or parameter groups.
+        device: device of the module.
+        given: values for entries that are "auto". Other "auto" entries get the optimizer's default.
 
     Raises:
-        SettingError: there is no such section, its type is unknown, or a given value contradicts it.
+        SettingError: there is no section `optimizer`, its type is unknown, or a given value contradicts it.
     """
     section = config.get("optimizer")
     if not isinstance(section, Mapping) or "type" not in section:

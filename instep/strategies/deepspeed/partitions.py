@@ -1,6 +1,6 @@
-"""Parts of parameters that this rank holds, and their places in DeepSpeed's flat tensors.
+"""`Partition`: the part of a parameter that this rank holds, and its position in DeepSpeed's flat tensors.
 
-This depends on a few attributes of DeepSpeed's optimizers, which are read only in this file.
+This file is the only one that reads the private attributes of DeepSpeed's optimizers.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from instep.checkpoint.tensors import Shard, StoredTensor
 
 @dataclass(frozen=True)
 class Partition:
-    """A contiguous part of one parameter's elements, inside a flat tensor.
+    """A contiguous part of a parameter's elements, which DeepSpeed stores in a flat tensor.
 
     Args:
         shape: shape of the whole parameter.
         begin: index of the part's first element in the flattened parameter.
-        count: number of its elements.
-        flat: flat tensor with the float32 weights of many parameters; it is the key of the optimizer's state.
+        count: number of the part's elements.
+        flat: flat tensor with the float32 weights of many parameters; the optimizer's state is stored under it.
         offset: index of the part's first element in `flat`.
-        fetch: function that reads from disk the state of a name, or the weights (None).
-        store: function that overwrites the weights on disk.
-        at_hand: context in which `flat` and its state are in memory; they are written back at its end.
+        fetch: with offloading to a disk: function that reads the optimizer state of a name, or the weights for None.
+        store: with offloading to a disk: function that overwrites the weights.
+        at_hand: function that returns a context in which `flat` and its optimizer state are in memory; at its end they
+            are written back to the disk.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +44,7 @@ class Partition:
     at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this part of a tensor with the layout of `flat`."""
+        """Return this part of a flat tensor with the same layout as `flat`, such as an optimizer state."""
         return tensor.detach().narrow(0, self.offset, self.count)
 
     def weights(self) -> Tensor:
@@ -58,24 +59,24 @@ class Partition:
             self.store(value)
 
     def shard(self, run: Tensor) -> Shard:
-        """Return this part in the form in which it is saved."""
+        """Return values for this part as a `Shard` for a checkpoint."""
         return Shard(run, self.shape, (self.begin,), flat=True)
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Return True if stage 3 has sharded a parameter, which then has elements only while it is used."""
+    """Return True if ZeRO stage 3 has sharded a parameter, so that it has elements only while it is gathered."""
     return hasattr(parameter, "ds_tensor")
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter."""
+    """Return the shape of the whole parameter, also if it is sharded."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def cut_part(parameter: Any) -> Partition:
-    """Return this rank's part of a sharded parameter, in the forward's dtype.
+    """Return this rank's part of a parameter that stage 3 has sharded, in the dtype of the forward.
 
-    Without an optimizer there is no other.
+    Without an optimizer there are no float32 weights, and this is the only part.
     """
     size = parameter.ds_tensor.ds_numel
     begin = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
@@ -84,7 +85,7 @@ def cut_part(parameter: Any) -> Partition:
 
 
 def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Partition]:
-    """Return, by parameter, the parts whose float32 weights and optimizer state this rank holds.
+    """Return the part of each parameter whose float32 weights and optimizer state this rank holds.
 
     Args:
         zero: DeepSpeed's wrapper of the optimizer.
@@ -122,16 +123,16 @@ def _stage_3(zero: Any, parameter: Any) -> Partition:
     def at_hand() -> Iterator[None]:
         zero._optimizer_states_and_gradient_swap_in(group)
         yield
-        zero._optimizer_states_and_gradient_swap_out(group)  # also registers new tensors under `flat`
+        zero._optimizer_states_and_gradient_swap_out(group)  # also makes DeepSpeed register new state tensors
 
     return Partition(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
 
 
 def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
-    """Copy stage 3's float32 weights into those of the forward, after they were changed from outside. Collective."""
+    """Copy stage 3's float32 weights to the weights of the forward, after instep has changed them. Collective."""
     for p, part in parts.items():
         parameter: Any = p
-        if parameter.data.numel():  # small parameters stay gathered
+        if parameter.data.numel():  # DeepSpeed keeps small parameters gathered
             parameter.partition()
         cut = cut_part(parameter)
         cut.of(cut.flat).copy_(part.weights())
@@ -141,7 +142,7 @@ def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
 
 
 def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
-    """Return some elements of a whole tensor, flattened. Of a stored tensor, only the rows with them are read."""
+    """Return `count` elements of a flattened tensor from `begin` on; read only the needed rows of a stored tensor."""
     if isinstance(value, Tensor):
         return value.reshape(-1)[begin : begin + count]
     shape = tuple(value.shape)
@@ -154,7 +155,7 @@ def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
 
 
 def held_gradients(zero: Any) -> list[Tensor]:
-    """Return the reduced gradients that this rank holds before a step."""
+    """Return this rank's part of the reduced gradients, before an optimizer step."""
     held: list[Tensor] = []
     for group in (getattr(zero, "averaged_gradients", None) or {}).values():
         held += [tensor for tensor in group or () if isinstance(tensor, Tensor)]
@@ -165,7 +166,7 @@ def held_gradients(zero: Any) -> list[Tensor]:
 
 
 def drop_gradients(zero: Any) -> None:
-    """Drop the gradients of a window that ended without a step."""
+    """Delete accumulated gradients for which there was no optimizer step."""
     if hasattr(zero, "_overflow_clean_up"):
         zero._overflow_clean_up(zero.loss_scale)
         return
@@ -180,7 +181,7 @@ def drop_gradients(zero: Any) -> None:
 
 
 def scaler_state(zero: Any) -> dict[str, Any]:
-    """Return the gradient scaler's state as JSON values."""
+    """Return the state of DeepSpeed's loss scaler as JSON values."""
     scaler = getattr(zero, "loss_scaler", None)
     return (
         {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)} if scaler else {}
@@ -188,7 +189,7 @@ def scaler_state(zero: Any) -> dict[str, Any]:
 
 
 def load_scaler_state(zero: Any, state: Mapping[str, Any]) -> None:
-    """Load the result of `scaler_state`."""
+    """Load a result of `scaler_state` into DeepSpeed's loss scaler."""
     scaler = getattr(zero, "loss_scaler", None)
     for key, value in state.items():
         if scaler is not None and key in vars(scaler):
@@ -196,7 +197,7 @@ def load_scaler_state(zero: Any, state: Mapping[str, Any]) -> None:
 
 
 def cast_parameters(module: nn.Module, dtype: Any) -> None:
-    """Cast the floating-point parameters to a dtype, in place. Buffers keep theirs, as with DeepSpeed."""
+    """Cast floating-point parameters to a dtype in place; buffers keep their dtypes, as in DeepSpeed."""
     for p in module.parameters():
         if p.is_floating_point() and not is_cut(p):
             p.data = p.data.to(dtype)

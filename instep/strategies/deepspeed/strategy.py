@@ -1,4 +1,4 @@
-"""The strategy: the life of a DeepSpeed engine, and its steps."""
+"""`DeepSpeedStrategy`: makes a DeepSpeed engine for a module, runs its steps, and saves and loads its state."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _EnginePrecision(Precision):
-    """A precision with 16-bit weights, whose gradients the engine scales.
+    """A precision whose casts and gradient scaling are done by DeepSpeed's engine.
 
     Args:
         asked: precision of the run.
         dtype: dtype of weights and floating-point inputs.
-        zero: function that returns the engine's optimizer, or None before there is one.
+        zero: function that returns the engine's optimizer, or None if there is none yet.
     """
 
     def __init__(self, asked: Precision, dtype: torch.dtype | None, zero: Callable[[], Any]) -> None:
@@ -58,7 +58,7 @@ class _EnginePrecision(Precision):
         self._zero = zero
 
     def convert_module(self, module: nn.Module) -> None:
-        """Do nothing, since the engine casts parameters and keeps their float32 copies."""
+        """Do nothing, since the engine casts the parameters and keeps float32 copies of them."""
 
     def state_dict(self) -> dict[str, Any]:
         return partitions.scaler_state(self._zero())
@@ -68,23 +68,23 @@ class _EnginePrecision(Precision):
 
 
 class DeepSpeedGradients(Gradients):
-    """Gradients that DeepSpeed's engine holds, scales and clips. At stage 0 they are those of the parameters."""
+    """Gradients that DeepSpeed's engine holds, scales and clips; at stage 0 they are `parameter.grad`."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self.open = False
         """Whether there are gradients that no step was made with."""
         self._factor = 1.0  # factor for the gradients in the next step
-        self._unclipped: float | None = None  # norm at which the engine clips unless `clip` is called
+        self._unclipped: float | None = None  # the engine's clipping norm for steps without a call of `clip`
 
     def close(self) -> None:
-        """Record that there are no gradients."""
+        """Record that there are no gradients for a step."""
         self.open, self._factor = False, 1.0
 
     def scale(self, loss: Tensor) -> Tensor:
         self.open = True
         engine = self.strategy._engine
-        # If its own backward is not called, the engine divides by the steps once more.
+        # Multiply by the number of micro-batches, since `engine.scale` divides by it.
         return engine.scale(loss * engine.gradient_accumulation_steps())
 
     def clip(
@@ -109,7 +109,7 @@ class DeepSpeedGradients(Gradients):
         zero = self.strategy._zero
         if self._unclipped is None:
             self._unclipped = float(zero.clip_grad)
-        zero.clip_grad = float(value)  # DeepSpeed's step clips at this norm, which it computes anyway
+        zero.clip_grad = float(value)  # DeepSpeed's step computes the norm and clips at this value
         return None
 
     def multiply(self, optimizer: Optimizer, factor: Any) -> None:
@@ -119,7 +119,7 @@ class DeepSpeedGradients(Gradients):
             self._factor *= factor
 
     def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
-        # Scaled gradients may overflow, which the scaler handles.
+        # With fp16, the loss scaler handles gradients that overflow.
         strategy = self.strategy
         skip = not strategy.stage or strategy._kind == "fp16"
         super().find_nonfinite([*tensors, *([] if skip else partitions.held_gradients(strategy._zero))], found)
@@ -128,7 +128,7 @@ class DeepSpeedGradients(Gradients):
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of an open window, in place of the optimizer's method. After a step there are none."""
+        """Delete gradients that were not used in a step. This method replaces the optimizer's `zero_grad`."""
         if self.open:
             self.close()
             strategy = self.strategy
@@ -138,26 +138,26 @@ class DeepSpeedGradients(Gradients):
         if closure is not None:
             closure()
         engine, zero, factor = self.strategy._engine, self.strategy._zero, self._factor
-        if factor != 1.0:  # DeepSpeed's step divides by the loss scale before clipping
+        if factor != 1.0:  # used through the loss scale, by which DeepSpeed's step divides
             zero.external_loss_scale, zero.custom_loss_scaler = zero.loss_scale / factor, True
         try:
             engine.step()
         finally:
             if factor != 1.0:
                 zero.custom_loss_scaler = False
-            if self._unclipped is not None:  # a loop may clip only some of its steps
+            if self._unclipped is not None:  # the next step may be one without clipping
                 zero.clip_grad, self._unclipped = self._unclipped, None
         self.step_was_skipped = not engine.was_step_applied()
         self.close()
 
 
 class EngineForward(nn.Module):
-    """A module whose forward goes through a DeepSpeed engine, for a handwritten loop.
+    """Module for a handwritten loop, whose forward calls the user's module through a DeepSpeed engine.
 
     Args:
         module: the user's module.
-        call: function that calls a method of the module, by its name, through the engine.
-        convert: function that casts floating-point inputs to the engine's dtype, or None.
+        call: function that calls a method of the module, given by its name, through the engine.
+        convert: function that casts floating-point inputs to the engine's dtype; None if not needed.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any], convert: Callable[[Any], Any] | None) -> None:
@@ -174,20 +174,22 @@ class EngineForward(nn.Module):
 class DeepSpeedStrategy(Strategy):
     """ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and weights (3) are sharded over processes.
 
-    The precision is that of the run. With bf16-mixed and 16-mixed (and their `-true` forms, which mean the same here),
-    weights have 16 bits, and the optimizer steps float32 copies of them. The engine clips gradients by norm. The module
-    needs automatic optimization and one optimizer; schedules are those that `configure_optimizers` returns. An
-    Accelerator can train one model, prepared in the same call as its optimizer.
+    The precision is that of the run. With bf16-mixed and 16-mixed (and with bf16-true and 16-true, which have the same
+    effect here), weights have 16 bits, and the optimizer steps float32 copies of them. The engine clips gradients by
+    norm. The module must use automatic optimization and one optimizer; learning-rate schedulers are those that
+    `configure_optimizers` returns. An Accelerator can train one model, which must be prepared in the same call as its
+    optimizer.
 
     Args:
-        stage: 0 to 3; 2 by default.
-        offload_optimizer: place of optimizer state and float32 weights: "cpu" for its memory, or "nvme" for a disk.
-        offload_parameters: the same for the weights, with stage 3.
+        stage: ZeRO stage, 0 to 3; 2 by default.
+        offload_optimizer: where to keep optimizer state and float32 weights: "cpu" for CPU memory, or "nvme" for a
+            disk. None: on the device.
+        offload_parameters: where to keep the weights, with stage 3: "cpu", "nvme" or None.
         nvme_path: folder on a local disk, for "nvme".
         config: DeepSpeed's own configuration as a dict or a JSON file, in place of the arguments above. "auto" values
             are filled in.
         configs: several configurations by name. `use` chooses one, and `select` changes the choice between two runs.
-        use: name of the configuration to use.
+        use: name of the configuration in `configs` to use; by default the first one.
         options: other entries of `zero_optimization`, such as `reduce_bucket_size`.
 
     Raises:
@@ -224,10 +226,10 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         check_installed("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
         self._parts: dict[Tensor, Partition] = {}
-        # Float32 copies of weights that are cast to 16 bits before the engine exists.
+        # Float32 values of weights that were loaded before the engine exists, and are cast to 16 bits.
         self._exact: dict[Tensor, Tensor] = {}
-        self._groups: list[list[str]] = []  # names of parameters, by group of the optimizer
-        self._shapes: dict[str, list[int]] = {}  # shape of each of the optimizer's parameters
+        self._groups: list[list[str]] = []  # names of the parameters in each parameter group
+        self._shapes: dict[str, list[int]] = {}  # whole shape of each parameter of the optimizer
         arguments = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         given = [key for key, value in {**arguments, "nvme_path": nvme_path, **options}.items() if value is not None]
         if (config is not None or configs is not None) and given:
@@ -249,12 +251,12 @@ class DeepSpeedStrategy(Strategy):
             made = make_config(2 if stage is None else stage, offload_optimizer, offload_parameters, nvme_path, options)
             self._set_config(made if config is None else read_config(config))
         self._engine: Any = None
-        self._end_sync: Callable[[], None] | None = None  # called at the end of a generation
-        self._told = 0  # micro-batches per window that the engine was told
+        self._end_sync: Callable[[], None] | None = None  # undoes `sync_generation`
+        self._told = 0  # number of micro-batches per step that the engine has got
         self._optimizer: Optimizer | None = None
 
     def select(self, name: str) -> None:
-        """Use another one of `configs`, from the next run on.
+        """Choose one of `configs` by its name, for the next run.
 
         Raises:
             SettingError: there is no configuration of that name.
@@ -268,19 +270,19 @@ class DeepSpeedStrategy(Strategy):
         self.config = config
         self.sharded = self.stage > 0
         self.whole_parameters = self.stage == 0
-        # in inference mode, stage 3 would gather weights that cannot be trained later
+        # In inference mode, stage 3 would gather weights as inference tensors, which cannot be trained later.
         self.inference_mode = self.stage < 3
 
-    # ---- life
+    # ---- set-up and tear-down
 
     def connect(self, device: torch.device, precision: Precision) -> None:
         super().connect(device, precision)
         self._kind = compute_kind(self.config, precision, self.stage)
         dtype = None if self.stage == 0 else _DTYPES.get(self._kind or "")
-        # Stage 0 itself would sum a window's gradients in bfloat16. Autocast over float32 weights does not.
+        # With bf16, stage 0 would accumulate gradients in bfloat16. So autocast over float32 weights is used instead.
         self._context = precision.context() if self.stage == 0 and self._kind == "bf16" else None
         self.precision = _EnginePrecision(precision, dtype, lambda: None if self._engine is None else self._zero)
-        if not dist.is_initialized():  # with one process, the engine still needs a group
+        if not dist.is_initialized():  # the engine needs a process group even with one process
             dist.init_process_group(
                 "gloo" if device.type == "cpu" else None, store=dist.HashStore(), rank=0, world_size=1
             )
@@ -296,7 +298,7 @@ class DeepSpeedStrategy(Strategy):
 
     @contextmanager
     def _init(self, module: nn.Module | None) -> Iterator[None]:
-        """Enter DeepSpeed's context, in which modules are sharded while they are built."""
+        """Enter DeepSpeed's context in which parameters are sharded as soon as they are made."""
         with _local_rank(), self._deepspeed.zero.Init(config_dict_or_path=self._filled(2**31), module=module):
             yield
 
@@ -364,21 +366,21 @@ class DeepSpeedStrategy(Strategy):
         if self.stage != 3:
             broadcast_weights(module, skip=is_cut)
             if self.precision.dtype is not None:
-                # Float32 weights that must outlast the cast.
+                # Keep the float32 values of weights, since the engine casts the parameters to 16 bits.
                 exact = {p: p.detach() for p in module.parameters() if p.dtype == torch.float32}
         self._engine = self._make_engine(module, optimizer)
-        # Otherwise the engine would count batches until `no_sync` is called.
+        # By default the engine would count batches itself; from now on `no_sync` sets the boundary.
         self._engine.set_gradient_accumulation_boundary(True)
         self._optimizer = optimizer
-        # The loop calls zero_grad at the beginning of windows. torch's would free gradient memory that an offloading
-        # engine needs.
+        # torch's zero_grad, which the loop calls before accumulating gradients, would free gradient memory that the
+        # engine needs for offloading.
         optimizer.zero_grad = self.gradients.zero_grad  # type: ignore[method-assign]
         self._parts = partitions.find_parts(self._zero, optimizer) if self.stage else {}
         for p, part in self._parts.items():
             old = before.get(p)
             if old is not None and (old.begin, old.count) == (part.begin, part.count) and old.fetch is None:
-                if _still(p, part, old.weights()):  # False if the caller has set other weights in the meantime
-                    # Use the weights of an earlier fit of this run, which are not rounded to 16 bits.
+                if _still(p, part, old.weights()):  # False if the user has changed the weights since then
+                    # Use the float32 weights of the previous fit, which are not rounded to 16 bits.
                     part.set_weights(old.weights())
             elif p in exact:
                 value = exact[p]
@@ -388,8 +390,8 @@ class DeepSpeedStrategy(Strategy):
         elements = _elements(module.parameters())
         config = self._filled(elements)
         if optimizer is not None:
-            config.setdefault("zero_allow_untested_optimizer", True)  # `check_optimizer` has checked the optimizer
-        # DeepSpeed calls collectives by names that are deprecated in torch.
+            config.setdefault("zero_allow_untested_optimizer", True)  # instead, `check_optimizer` has tested it
+        # Ignore warnings about deprecated names of torch's collectives that DeepSpeed uses.
         warnings.filterwarnings(
             "ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
         )
@@ -453,7 +455,7 @@ class DeepSpeedStrategy(Strategy):
         self._release()
 
     def _release(self) -> None:
-        """Release the engine. Its state can still be saved."""
+        """Release the engine; the state of the module and the optimizer can still be saved."""
         engine, self._engine = self._engine, None
         self._told = 0
         if self._end_sync is not None:
@@ -477,7 +479,7 @@ class DeepSpeedStrategy(Strategy):
         return lambda *args: engine(name, *args)
 
     def _take_accumulation(self, engine: Any) -> None:
-        """Tell the engine the length of windows, by which it chooses where to sum gradients. The loop weighs losses."""
+        """Set the number of micro-batches per optimizer step in the engine, by which it chooses gradient buffers."""
         steps = GradientState().num_steps
         if engine._config.gradient_accumulation_steps != steps or self._told != steps:
             check_accumulation(self.config, steps)
@@ -502,18 +504,18 @@ class DeepSpeedStrategy(Strategy):
         return nullcontext() if self._engine is None else self._boundary(self._engine)
 
     def make_optimizer(self, parameters: Iterable[Any], **given: Any) -> Optimizer:
-        """Make the optimizer that the section `optimizer` of the configuration describes, for `configure_optimizers`.
+        """Make the optimizer that the section `optimizer` of the configuration describes; for `configure_optimizers`.
 
         Args:
-            parameters: parameters, or groups of them.
+            parameters: parameters, or parameter groups.
             given: values for entries that are "auto", such as `lr`.
 
         Raises:
-            SettingError: there is no such section, or a given value contradicts it.
+            SettingError: there is no section `optimizer`, or a given value contradicts it.
         """
         return make_optimizer(self.config, parameters, self.device, **given)
 
-    # ---- state: of a sharded parameter, each rank holds some neighbouring elements, in a flat tensor
+    # ---- state: each rank holds a contiguous part of each sharded parameter's elements, in a flat tensor
 
     def _part_of(self, parameter: Tensor) -> Partition | None:
         """Return this rank's part of a sharded parameter; None if every rank has the whole parameter."""
@@ -530,7 +532,7 @@ class DeepSpeedStrategy(Strategy):
             if name in state and self._is_spread(p, first[p]):
                 part = self._part_of(p)
                 if part is None or not part.count:
-                    del state[name]  # other ranks hold all of it
+                    del state[name]  # this rank has no element of it
                 else:
                     state[name] = part.shard(part.weights())
         return state
@@ -547,7 +549,7 @@ class DeepSpeedStrategy(Strategy):
         held, runs = super().local_weights(), dict[Tensor, Tensor]()
         for name, part in self._spread_parts(held):
             if part is None or not part.count:
-                del held[name]  # other ranks hold all of it
+                del held[name]  # this rank has no element of it
             elif part.fetch is not None:
                 raise self._refused("keeps weights on a disk ('nvme'), where nothing else can read or write them")
             else:
@@ -574,7 +576,7 @@ class DeepSpeedStrategy(Strategy):
         return whole(value) if part is None else take_run(value, part.begin, part.count)
 
     def _spread_parts(self, names: Iterable[str]) -> list[tuple[str, Partition | None]]:
-        """Return this rank's part of each named weight that is sharded."""
+        """Return this rank's part of those named weights that are sharded, with their names."""
         wanted, first = set(names), names_of(self.module)
         own = self.module.named_parameters(remove_duplicate=False)
         return [(name, self._part_of(p)) for name, p in own if name in wanted and self._is_spread(p, first[p])]
@@ -605,21 +607,21 @@ class DeepSpeedStrategy(Strategy):
             if p is None or not hasattr(value, "shape"):
                 taken[name] = whole(value)
             elif tuple(value.shape) != shape_of(p):
-                # Passed on with its shape, so that torch raises its own error.
+                # Pass on a tensor of the wrong shape, so that load_state_dict raises its usual error.
                 taken[name] = torch.empty(value.shape, device="meta")
             else:
                 taken[name] = self._take_weights(p, value)
         return self.module.load_state_dict(taken, strict=strict)
 
     def _take_weights(self, p: Any, value: Any) -> Tensor:
-        """Load this rank's parts of one parameter, and return the rest for `load_state_dict`."""
+        """Load this rank's parts of a parameter, and return the value to pass to `load_state_dict`."""
         with torch.no_grad():
             part = self._parts.get(p)
             if part is not None:
                 part.set_weights(take_run(value, part.begin, part.count))
             if not is_cut(p):
                 return whole(value)
-            if p.data.numel():  # small parameters stay gathered
+            if p.data.numel():  # DeepSpeed keeps small parameters gathered
                 p.partition()
             cut = partitions.cut_part(p)
             run = take_run(value, cut.begin, cut.count)
@@ -642,7 +644,7 @@ class DeepSpeedStrategy(Strategy):
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(group_names)}
             for group, group_names in zip(optimizer.param_groups, all_groups, strict=True)
         ]
-        dtypes = dict.fromkeys(shapes, torch.float32)  # dtype of the master weights
+        dtypes = dict.fromkeys(shapes, torch.float32)  # dtype of the weights that the optimizer steps
         return {
             "optimizer": kind_of(optimizer),
             "shapes": shapes,
@@ -652,9 +654,9 @@ class DeepSpeedStrategy(Strategy):
         }
 
     def _optimizer_names(self) -> tuple[dict[Any, str], dict[str, list[int]], list[list[str]]]:
-        """Return names, shapes and groups of the optimizer's parameters, with the names in `module`.
+        """Return names, shapes and groups of the optimizer's parameters; all names are those in `self.module`.
 
-        An Accelerator that saves several models combines all in one module, in which the trained one has a name.
+        An Accelerator that saves several models combines them in one module, where the trained one is a submodule.
         """
         place = next(name for name, module in self.module.named_modules() if module is self._trained)
         prefix = f"{place}." if place else ""
@@ -664,7 +666,7 @@ class DeepSpeedStrategy(Strategy):
     def _saved(self, part: Partition, key: str, value: Any, kind: str) -> Any:
         if isinstance(value, Tensor) and value.ndim:
             return part.shard(part.of(value) if part.fetch is None else part.fetch(key)[: part.count])
-        if key == "step":  # a tensor as in torch's optimizers; every rank with a part writes it
+        if key == "step":  # a tensor, as in torch's optimizers
             return Shard(torch.tensor(float(value)), (), ())
         return Shard(value.detach().clone(), (), ()) if isinstance(value, Tensor) else value
 
@@ -689,7 +691,7 @@ class DeepSpeedStrategy(Strategy):
     def _load_flat(
         self, optimizer: Optimizer, flat: Tensor, parts: list[tuple[str, Partition]], saved: Mapping[str, Any]
     ) -> None:
-        """Load the state of a flat tensor, joined from the states of its parameters."""
+        """Load the optimizer state of a flat tensor, by joining the states of the parameters in it."""
         known = [(name, part, saved[name]) for name, part in parts if saved.get(name)]
         if not known:
             return
@@ -701,7 +703,7 @@ class DeepSpeedStrategy(Strategy):
                 if not hasattr(first, "shape") or not tuple(first.shape):
                     state[key] = self._scalar(optimizer, key, [whole(value) for _, _, value in values])
                     continue
-                if parts[0][1].fetch is None or key not in state:  # states on a disk are identified by their tensor
+                if parts[0][1].fetch is None or key not in state:  # a state on a disk must stay the same tensor
                     state[key] = torch.zeros_like(flat, dtype=first.dtype, requires_grad=False)
                 for name, part, value in values:
                     if value is None or tuple(value.shape) != part.shape:
@@ -732,9 +734,10 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _still(p: Tensor, part: Partition, weights: Tensor) -> bool:
-    """Return True if this process's part of `p` still equals `weights` rounded to its dtype: nobody set other weights.
+    """Return True if this rank's part of `p` still equals `weights`, so that nobody has set other weights.
 
-    True without a check if the part is not in memory, as one that is offloaded to a disk.
+    `weights` are rounded to the dtype of `p` first. If the part is not in memory (offloaded to a disk), it is not
+    compared, and the result is True.
     """
     now = partitions.cut_part(p).flat[: part.count] if is_cut(p) else take_run(p.detach(), part.begin, part.count)
     return now.numel() < part.count or torch.equal(weights.to(now), now)
@@ -746,7 +749,7 @@ def _elements(parameters: Iterable[Tensor]) -> int:
 
 @contextmanager
 def _local_rank() -> Iterator[None]:
-    """Set the variables that tell DeepSpeed this process's rank, if no launcher has set them."""
+    """Set the environment variable LOCAL_RANK for DeepSpeed, if no launcher has set it."""
     if "LOCAL_RANK" in os.environ:
         yield
         return
@@ -758,7 +761,7 @@ def _local_rank() -> Iterator[None]:
 
 
 def _written(tree: Any, main: bool) -> Any:
-    """Return a state with this rank's parts. Plain tensors are the same on all ranks, and only rank 0 writes them."""
+    """Return what this rank writes of a state: its Shards, and on rank 0 (`main`) also plain tensors."""
     if isinstance(tree, Mapping):
         return {key: _written(value, main) for key, value in tree.items() if main or not isinstance(value, Tensor)}
     if type(tree) in (list, tuple):

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the strategy, its schedule, and how a module is split into stages."""
+"""Pipeline parallelism: `strategy` (for `MeshStrategy`), `runner` (the schedule), `split` (division into stages)."""

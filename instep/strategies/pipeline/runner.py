@@ -1,8 +1,8 @@
-"""Runner of a pipeline's stages: micro-batches through `torch.distributed.pipelining`.
+"""`Runner`: runs micro-batches through the stages of a pipeline, by `torch.distributed.pipelining`.
 
-All micro-batches of a pipeline have one size, that of its first batch, and their number is fixed. torch's stages
-require this, and with sharded weights every rank must run the same number of forwards. A smaller batch is padded with
-copies of its last sample. They have no effect, because their outputs are removed before the loss.
+The number of micro-batches is fixed, and all have the size of those of the first batch. torch's stages require this,
+and with sharded weights every rank must run the same number of forwards. A smaller batch is padded with copies of its
+last sample, which have no effect, because their outputs are removed before the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from instep.strategies.pipeline.split import Stage
 
 
 class Pending:
-    """Placeholder that `self(...)` returns in a pipeline's training step. `pipeline_loss` gets the real output."""
+    """Object that `self(...)` returns in a pipeline's training step in place of the output, for `pipeline_loss`."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.inputs = inputs
@@ -55,7 +55,10 @@ class Pending:
 
 
 class Ran(torch.autograd.Function):
-    """A loss whose backward has run already. Calling its backward passes its factor to `accept`."""
+    """Autograd function for a loss whose gradients are computed already: its backward only calls `accept`.
+
+    `accept` gets the gradient of the loss, which is a factor for the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, accept: Callable[[Tensor], None]) -> Tensor:
@@ -69,12 +72,12 @@ class Ran(torch.autograd.Function):
 
 
 class Micro(NamedTuple):
-    """A batch divided into micro-batches.
+    """A batch that is divided into micro-batches of equal size.
 
     Args:
-        size: samples of each micro-batch.
-        batch: samples of the batch.
-        inputs: inputs of all micro-batches together.
+        size: number of samples in each micro-batch.
+        batch: number of samples in the batch, without padding.
+        inputs: inputs of all micro-batches together, with padding.
     """
 
     size: int
@@ -82,12 +85,12 @@ class Micro(NamedTuple):
     inputs: tuple[Any, ...]
 
     def samples(self, index: int) -> slice:
-        """Return which samples of the batch are in a micro-batch; an empty slice if it is only padding."""
+        """Return the slice of the batch for a micro-batch; it is empty if the micro-batch has only padding."""
         return slice(min(index * self.size, self.batch), min((index + 1) * self.size, self.batch))
 
 
 class _AutocastOff(PipelineStage):
-    """A stage whose backward runs without the autocast of its forward, as in a step without a pipeline."""
+    """A stage whose backward runs outside of autocast, as in a step without a pipeline."""
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device.type, enabled=False):
@@ -95,16 +98,16 @@ class _AutocastOff(PipelineStage):
 
 
 class Runner:
-    """Runner of the stages of a pipeline.
+    """Run batches through the stages of a pipeline.
 
     Args:
-        kind: `gpipe`, `1f1b` or `interleaved`.
+        kind: schedule: "gpipe", "1f1b" or "interleaved".
         stages: stages of this rank, by index.
         count: number of stages in the pipeline.
         microbatches: number of micro-batches per batch.
-        group: process group of the pipeline; stage s is on rank s modulo the group's size.
+        group: process group of the pipeline; stage s is on rank s modulo the size of the group.
         device: device of this rank.
-        alone: whether no other pipeline shares weights with this one.
+        alone: whether there is no other pipeline that shares sharded weights with this one.
     """
 
     def __init__(
@@ -121,9 +124,9 @@ class Runner:
         self.group, self.device, self.alone = group, device, alone
         self.first, self.last = 0 in stages, count - 1 in stages
         self._last_rank = dist.get_global_rank(group, (count - 1) % dist.get_world_size(group))
-        # (training or not, kind of inputs) -> size of micro-batches, and schedule.
+        # Maps (training or not, kind of inputs) to (size of micro-batches, torch's schedule).
         self._schedules: dict[Any, tuple[int, Any]] = {}
-        # kind of inputs -> inputs of each stage, without values
+        # Maps the kind of inputs to the inputs of each stage, as tensors without values.
         self._outlines: dict[Any, list[tuple[Tensor, ...]]] = {}
         self._used: set[bool] = set()
         self._outputs: dict[Any, Any] = {}
@@ -135,9 +138,9 @@ class Runner:
         """Run forward and backward over all micro-batches, and add the gradients to those of the parameters.
 
         Args:
-            inputs: whole batches for the first stage.
-            loss: function for the loss of a micro-batch: it gets the batch, the last stage's output for the micro-batch
-                (without padding) and the micro-batch's index.
+            inputs: inputs of the first stage for the whole batch.
+            loss: function that returns the loss of a micro-batch. It is called with the batch, the output of the last
+                stage for the micro-batch (without padding) and the index of the micro-batch.
         """
         micro, schedule = self._prepared(inputs, trains=True)
         self._loss = lambda output, index: self._loss_of(micro, output, index, loss)
@@ -193,18 +196,18 @@ class Runner:
         return with_tensors(outline, map(self.tensor_from_last, tensors))
 
     def object_from_last(self, value: Any) -> Any:
-        """Send the last stage's object to every rank of the pipeline. Collective."""
+        """Send an object from the rank of the last stage to every rank of the pipeline. Collective."""
         return hand_out(value, self._last_rank, self.group, "broadcasting the last stage's object", self.device)
 
     def tensor_from_last(self, tensor: Tensor) -> Tensor:
-        """Send the last stage's tensor into a tensor of the same shape on every rank of the pipeline. Collective."""
+        """Send a tensor from the rank of the last stage; other ranks pass a tensor to receive into. Collective."""
         dist.broadcast(tensor, self._last_rank, self.group)
         return tensor
 
     # ---- schedules
 
     def _prepared(self, inputs: tuple[Any, ...], trains: bool) -> tuple[Micro, Any]:
-        """Divide a batch, and return the schedule for it."""
+        """Divide a batch into micro-batches; return them and torch's schedule to run them."""
         sizes = {len(value) for value in inputs if isinstance(value, Tensor) and value.ndim}
         if len(sizes) != 1 or 0 in sizes:
             raise HookError(
@@ -229,8 +232,8 @@ class Runner:
 
     def _make(self, inputs: tuple[Any, ...], kind: Any, size: int, trains: bool) -> Any:
         if kind not in self._outlines:
-            # The stages run once to find the outlines. With sharded weights all pipelines must do this together, at
-            # their first batch.
+            # Running the stages to find the shapes is possible only at the first batch if weights are sharded, since
+            # all pipelines must do it together.
             if self._outlines and not self.alone and trains in self._used:
                 raise DataError(
                     f"batches of a pipeline whose weights are sharded must keep their shape, but for the number of "
@@ -255,13 +258,13 @@ class Runner:
                 self.count,
                 self.device,
                 input_args=outlines[index],
-                # The last stage sends its output to no other stage.
+                # The last stage sends its output to no other stage, so its shape does not matter.
                 output_args=outlines[index + 1] if index + 1 < self.count else outlines[index],
                 group=self.group,
             )
             for index, stage in self.stages.items()
         ]
-        # Otherwise torch would divide existing gradients, even in an evaluation.
+        # With scale_grads=True torch would divide existing gradients, even in an evaluation.
         options: dict[str, Any] = {"n_microbatches": self.microbatches, "scale_grads": False}
         if trains:
             options["loss_fn"] = self._call_loss
@@ -270,7 +273,7 @@ class Runner:
         return (Schedule1F1B if trains and self.kind == "1f1b" else ScheduleGPipe)(stages[0], **options)
 
     def _find_outlines(self, inputs: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
-        """Find the shapes of each stage's inputs for one sample, by running one stage after another. Collective."""
+        """Find shapes and dtypes of each stage's inputs for one sample by running all stages in turn. Collective."""
         current = tuple(value[:1] if isinstance(value, Tensor) else value for value in inputs)
         found: list[tuple[Tensor, ...]] = []
         ranks = dist.get_world_size(self.group)
@@ -292,7 +295,7 @@ class Runner:
 
 
 def _evaluated(stage: Stage, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Run a stage in eval mode, without random draws or counters."""
+    """Run a stage in eval mode, so that it draws no random numbers and changes no buffers; then restore the modes."""
     training = [part for part in stage.modules() if part.training]
     stage.eval()
     try:
@@ -304,12 +307,12 @@ def _evaluated(stage: Stage, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def outline_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's shape and dtype, as a tensor without values."""
+    """Return a tensor without values (on the meta device) that has the shape and dtype of a tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _kind_of(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a key of everything that a schedule depends on, except the number of samples."""
+    """Return a dict key of the inputs' shapes and dtypes without the number of samples, as a schedule needs them."""
     return tuple(
         (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else type(value) for value in inputs
     )

@@ -1,8 +1,8 @@
-"""Stages of a pipeline: how a module is divided into them, and which tensors each stage has.
+"""Divide a module into the stages of a pipeline, and save and load the parts of its state.
 
-A module lists its parts in `pipeline_stages`, in the order of its forward. A stage is a run of consecutive parts. Each
-rank keeps the parts of its own stages, and replaces the others by `Absent`. Names, shapes and shared tensors are
-recorded before that, because a checkpoint contains the whole module.
+A module lists its parts in `pipeline_stages`, in the order of its forward. A stage consists of consecutive parts. Each
+rank keeps the parts of its own stages, and replaces other parts by `Absent`. Names, shapes and shared tensors of the
+whole module are recorded before that, because a checkpoint contains the whole module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instep.utils.optimizer_state import clean_name
 
 
 class StagePart(NamedTuple):
-    """One step of a module's forward."""
+    """One entry of a module's `pipeline_stages`: a submodule or function that the forward calls."""
 
     name: str
     call: Callable[..., Any]
@@ -30,7 +30,7 @@ class StagePart(NamedTuple):
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All modules in this part."""
+        """All modules in this part, including submodules."""
         return [inner for entry in self.owned if isinstance(entry, nn.Module) for inner in entry.modules()]
 
     @property
@@ -46,7 +46,7 @@ def parts_of(module: nn.Module) -> list[StagePart]:
     """Return the parts that a module lists in `pipeline_stages`.
 
     Raises:
-        HookError: the list has something else, or a parameter is in none of the parts.
+        HookError: the list has an invalid entry, or a parameter of the module is in none of the parts.
     """
     names: dict[Any, str] = {submodule: clean_name(name) for name, submodule in module.named_modules()}
     parts = []
@@ -70,13 +70,13 @@ def parts_of(module: nn.Module) -> list[StagePart]:
 
 
 def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> list[range]:
-    """Choose the run of parts for each stage.
+    """Choose the range of consecutive parts for each stage.
 
     Args:
         parts: all parts, in order.
-        count: the number of stages.
-        starts: names of the parts with which the stages begin, except the first stage; empty to distribute the
-            parameters evenly.
+        count: number of stages.
+        starts: names of the parts with which the stages begin, except the first stage. Empty: distribute the parameters
+            evenly.
     """
     names = [part.name for part in parts]
     if len(parts) < count:
@@ -112,12 +112,12 @@ def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> li
 
 
 class Stage(nn.Module):
-    """A run of parts that are called one after another. It returns the tensors of the last output as a tuple.
+    """Module that calls consecutive parts one after the other, and returns the tensors of the output as a tuple.
 
     Args:
         parts: parts of this stage.
         last: whether it is the last stage, whose output may be nested tensors.
-        whole: module of the parts; the stage's submodules keep the names from this module.
+        whole: module that contains the parts; the submodules of the stage have the same names as in this module.
     """
 
     output_outline: Any = None
@@ -125,7 +125,7 @@ class Stage(nn.Module):
 
     def __init__(self, parts: Sequence[StagePart], last: bool, whole: nn.Module | None = None) -> None:
         super().__init__()
-        self._parts = tuple(parts)  # in a tuple, since functions of the module must not register it as a submodule
+        self._parts = tuple(parts)  # a tuple, so that nn.Module does not register the modules
         self._last = last
         owned = dict.fromkeys(item for part in parts for item in part.owned)
         self.loose_parameters = [item for item in owned if isinstance(item, nn.Parameter)]
@@ -161,7 +161,7 @@ class Stage(nn.Module):
 
 
 class Absent(nn.Module):
-    """Placeholder in a module for a submodule whose stage is on another rank."""
+    """Placeholder for a submodule whose stage is on another rank."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -183,12 +183,12 @@ class Absent(nn.Module):
 
 
 class Cut:
-    """A module that is divided into stages, of which each rank keeps some.
+    """Divide a module into pipeline stages, keep those of this rank, and record what the other ranks have.
 
     Args:
         module: the whole module; afterwards it has only this rank's parts.
         count: total number of stages.
-        starts: as in `runs_of`.
+        starts: names of the parts with which the stages begin; see `runs_of`.
         rank: rank of this process in its pipeline.
         ranks: number of processes in the pipeline; stage s is on rank `s % ranks`.
     """
@@ -202,7 +202,7 @@ class Cut:
             for index, run in enumerate(runs)
             if index % ranks == rank
         }
-        homes: dict[int, list[int]] = {}  # ranks that hold each tensor and module, by id
+        homes: dict[int, list[int]] = {}  # ranks that hold each tensor and module, by the object's id
         for index, run in enumerate(runs):
             for item in (item for i in run for item in (*parts[i].tensors, *parts[i].modules)):
                 home = homes.setdefault(id(item), [])
@@ -218,7 +218,7 @@ class Cut:
         first: dict[int, str] = {}
         for raw, value in module.state_dict(keep_vars=True).items():
             name, is_tensor = clean_name(raw), isinstance(value, Tensor)
-            # A value that is no tensor comes from a module's get_extra_state.
+            # An entry that is not a tensor is from the get_extra_state of a submodule.
             owner = value if is_tensor else module.get_submodule(raw.rpartition(".")[0])
             self.shapes[name] = value.shape if is_tensor else None
             self.homes[name] = homes.get(id(owner), everywhere)
@@ -226,7 +226,7 @@ class Cut:
         self._remove(module, parts, runs, ranks)
 
     def shared(self, module: nn.Module) -> list[tuple[nn.Parameter, list[int]]]:
-        """Return the parameters that this rank shares with others of the pipeline, in the same order on all ranks."""
+        """Return the parameters that other ranks of the pipeline have too, and these ranks, in a common order."""
         found = {
             self.first_names[name]: (parameter, self.homes[name])
             for name, parameter in ((clean_name(name), p) for name, p in module.named_parameters())
@@ -252,10 +252,10 @@ class Cut:
                 if id(parameter) in foreign:
                     parent._parameters[name] = None
 
-    # ---- names of the whole module
+    # ---- state dicts with the names of the whole module
 
     def saved_here(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of this rank's state that this rank saves, by all of its names in the whole module."""
+        """Return the entries of this rank's state dict that this rank saves, under all names in the whole module."""
         own = {clean_name(name): value for name, value in state.items()}
         by_first = {self.first_names[name]: value for name, value in own.items()}
         return {
@@ -265,15 +265,15 @@ class Cut:
         }
 
     def loaded_here(self, state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-        """Return this rank's part of the whole module's state.
+        """Return the entries of the whole module's state dict that this rank loads.
 
         Args:
-            state: the stored state.
-            own: this rank's state.
-            strict: whether the state must have all names, and no others.
+            state: state dict of the whole module, from a checkpoint.
+            own: state dict of this rank.
+            strict: whether `state` must have exactly the names of the whole module.
 
         Raises:
-            RuntimeError: a name is missing or unexpected. Raised on every rank.
+            RuntimeError: a name is missing or unexpected; raised on every rank.
         """
         missing = [name for name in self.shapes if name not in state]
         unexpected = [name for name in state if name not in self.shapes]
@@ -282,20 +282,20 @@ class Cut:
         return {name: state[clean_name(name)] for name in own if clean_name(name) in state}
 
     def optimizer_saved_here(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of this rank's optimizer state that it saves, by names in the whole module."""
+        """Return the part of this rank's optimizer state that this rank saves, by names in the whole module."""
 
         def saves(name: str) -> bool:
-            # A name that is not in the module belongs to rank 0.
+            # Rank 0 saves the state of parameters that are not in the module.
             return self.homes.get(name, [0])[0] == self.rank
 
         return self._with_names(tree, lambda name: self.first_names.get(name, name) if saves(name) else None)
 
     def optimizer_loaded_here(self, tree: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-        """Return this rank's part of an optimizer's whole state by its own names, and values that belong to no part.
+        """Return the part of an optimizer's whole state that this rank loads, by the names on this rank.
 
         Args:
-            tree: the stored state.
-            own: names of this rank's optimizer.
+            tree: the whole state, from a checkpoint.
+            own: names of the parameters in this rank's optimizer.
         """
         names = {self.first_names.get(name, name): name for name in own}
 
@@ -306,7 +306,7 @@ class Cut:
 
     @staticmethod
     def _with_names(tree: Mapping[str, Any], rename: Callable[[str], str | None]) -> dict[str, Any]:
-        """Rename the entries of an optimizer's state, and drop those whose new name is None."""
+        """Rename the parameters in an optimizer's state, and remove those for which `rename` returns None."""
 
         def renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for old, value in entries.items() if (name := rename(old)) is not None}
@@ -317,14 +317,14 @@ class Cut:
 
 
 def even_cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where to divide a sequence so that the largest run is as small as possible. No run is empty.
+    """Divide a sequence into consecutive, non-empty runs so that the largest run is as small as possible.
 
     Args:
         sizes: sizes of the items, in order; at least `count` of them.
-        count: the number of runs.
+        count: number of runs.
 
     Returns:
-        The index of the first item of each run but the first.
+        The index of the first item of each run, except the first run.
 
     Example:
         >>> even_cuts([1, 1, 2, 4], 2)

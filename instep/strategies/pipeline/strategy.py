@@ -1,30 +1,32 @@
-"""Pipeline parallelism: the stages of a module run on ranks in a row, over `torch.distributed.pipelining`.
+"""Pipeline parallelism: the stages of a module run on different ranks, by `torch.distributed.pipelining`.
 
-The methods that a module defines for it (`TrainModule.pipeline_stages`, `TrainModule.pipeline_loss`) do not change its
-steps:
+A module for a pipeline defines `TrainModule.pipeline_stages` and `TrainModule.pipeline_loss`. Its steps are the same
+with and without a pipeline:
 
     def training_step(self, batch, batch_idx):
         loss = self.pipeline_loss(self(batch[0]), batch[1])
         self.log("train_loss", loss)
         return loss
 
-Without a pipeline this is a forward and a loss. In a pipeline, `self(...)` returns a `Pending` in training, and
-`pipeline_loss` of it runs the schedule, forward and backward; every rank gets the loss of the whole batch. Outside of
-training `self(...)` returns the last stage's output on every rank, so evaluation and hooks work as usual.
+Without a pipeline, `self(...)` is the forward and `pipeline_loss` computes the loss. In a pipeline, `self(...)` returns
+a `Pending` object in training, and `pipeline_loss` of it runs forward and backward of all micro-batches; every rank
+gets the loss of the whole batch. Outside of training `self(...)` returns the output of the last stage on every rank, so
+evaluation and hooks work as usual.
 
 The gradients are kept separately until the loop calls backward on that loss, because the loop zeroes gradients in
-between. This costs memory for a second copy of them. The schedule itself multiplies by the weight of the batch
-(`Strategy.loss_weight`), because it averages gradients over data-parallel ranks, which have different weights. If
-several stages share a weight (tied embeddings), its gradients are summed over them at the end of each optimizer window.
-Each rank steps its own copy, and a checkpoint holds that of the first rank. Checkpoints contain the whole module,
-without stages.
+between. This needs memory for a second copy of the gradients. The micro-batches' losses are multiplied by the weight of
+the batch (`Strategy.loss_weight`), because the schedule averages gradients over data-parallel ranks, whose batches have
+different weights. If several stages share a weight (tied embeddings), its gradients are summed over the stages before
+each optimizer step. Each rank steps its own copy, and a checkpoint holds the copy of the first of these ranks.
+Checkpoints contain the whole module, without stages.
 
-`MeshStrategy` is a subclass of `PipelinedStrategy`, which adds nothing if there is no dimension `pp`:
+`MeshStrategy` is a subclass of `PipelinedStrategy`, which is the same as `FSDPStrategy` if the mesh has no dimension
+`pp`. `MeshStrategy` does the following for it:
 
-    __init__            passes a `Pipeline` on
-    check_world_size    asks its `microbatches_for`
-    make_mesh           gives the mesh a dimension "pp"
-    shard_part          shards one module: the whole one, or each `Stage` of this rank
+    __init__            passes a `Pipeline` to `PipelinedStrategy`
+    check_world_size    calls `Pipeline.microbatches_for`
+    make_mesh           makes a mesh with a dimension "pp"
+    shard_part          shards one module: the whole module, or each `Stage` of this rank
 
 Source: Huang et al., GPipe, 2019 (arXiv:1811.06965); Narayanan et al., 2021 (arXiv:2104.04473), for 1F1B and its
 interleaved form.
@@ -59,11 +61,11 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 class Pipeline(NamedTuple):
-    """Settings of a pipeline: its schedule, micro-batches and stages.
+    """Settings of a pipeline: schedule, micro-batches and stages.
 
     Args:
-        schedule: "1f1b" holds the activations of few micro-batches; "gpipe" runs all forwards first; "interleaved" is
-            1F1B with several stages on each rank, which waits less and sends more.
+        schedule: "1f1b" keeps the activations of few micro-batches in memory; "gpipe" runs all forwards first;
+            "interleaved" is 1F1B with several stages on each rank, which waits less but communicates more.
         microbatches: number of micro-batches per batch; with more of them, ranks wait less. None: two per rank.
         split: names of the parts of `pipeline_stages` with which the stages begin, except the first stage. Default: the
             split in which the largest stage has the fewest parameters.
@@ -76,10 +78,10 @@ class Pipeline(NamedTuple):
     stages_per_rank: int = 2
 
     def check(self) -> Pipeline:
-        """Check the settings, and return them.
+        """Check the settings, and return this object.
 
         Raises:
-            SettingError: an option is wrong.
+            SettingError: a setting is wrong.
         """
         choice(*SCHEDULES)("pp_schedule", self.schedule)
         for field, value in (("pp_microbatches", self.microbatches), ("pp_stages_per_rank", self.stages_per_rank)):
@@ -90,10 +92,10 @@ class Pipeline(NamedTuple):
         return self
 
     def microbatches_for(self, ranks: int) -> int:
-        """Return the number of micro-batches for a number of ranks.
+        """Return the number of micro-batches for a pipeline with a number of ranks.
 
         Raises:
-            SettingError: the schedule cannot run this number.
+            SettingError: the schedule does not support this number of micro-batches.
         """
         count = 2 * ranks if self.microbatches is None else self.microbatches
         if self.schedule == "1f1b" and count < ranks:
@@ -110,7 +112,7 @@ class Pipeline(NamedTuple):
 
 
 class PipelinedGradients(FSDPGradients):
-    """Gradients of a pipeline, in which each rank has those of its own stages."""
+    """Gradients of a module in a pipeline; each rank has the gradients of its own stages."""
 
     def clip(
         self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
@@ -122,10 +124,10 @@ class PipelinedGradients(FSDPGradients):
 
 
 class PipelinedStrategy(FSDPStrategy):
-    """FSDP of a module that may be divided into the stages of a pipeline.
+    """FSDP for a module that may be divided into the stages of a pipeline.
 
     Args:
-        pipeline: settings of the pipeline, if the mesh has a dimension `pp`.
+        pipeline: settings of the pipeline, used if the mesh has a dimension `pp`.
         **fsdp_options: arguments of `FSDPStrategy`.
     """
 
@@ -138,11 +140,11 @@ class PipelinedStrategy(FSDPStrategy):
         self._runner: Runner | None = None
         self._training = False
         self._syncs = True
-        # Names in the result of `pipeline_loss`, and whether the result is a plain loss.
+        # Keys of the dict that `pipeline_loss` returns, and whether it returns a plain loss instead.
         self._returned: tuple[list[str], bool] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
 
-    # ---- life
+    # ---- set-up and tear-down
 
     @property
     def pipe_size(self) -> int:
@@ -158,11 +160,11 @@ class PipelinedStrategy(FSDPStrategy):
         if self.pipe_size == 1:
             super().prepare_module(module)
             return
-        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # set if an earlier run has divided the module
+        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # not None if an earlier run has divided the module
         if cut is None:
             self._cut = None
             self._check_module(module)
-            self.share_weights(module)  # needed, since later only the ranks of one stage get equal weights
+            self.share_weights(module)  # before the division, since each rank may have other initial values
             super().prepare_module(module)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
@@ -187,7 +189,7 @@ class PipelinedStrategy(FSDPStrategy):
 
     def _check_module(self, module: nn.Module) -> None:
         kind = type(module).__name__
-        # The stages of earlier versions refuse micro-batches of other sizes, and frozen weights.
+        # Stages of earlier versions of torch do not support frozen weights, or micro-batches of other sizes.
         check_torch(2, 13, purpose="pp")
         if not getattr(module, "automatic_optimization", True):
             raise SettingError(
@@ -221,7 +223,7 @@ class PipelinedStrategy(FSDPStrategy):
             self.shard_part(stage)
 
     def shard_part(self, module: nn.Module) -> None:
-        """Shard a module, or a stage of one, over `dp_mesh`."""
+        """Shard a module, or a stage of a module, over `dp_mesh`."""
         super().shard(module)
 
     def share_weights(self, module: nn.Module) -> None:
@@ -232,7 +234,7 @@ class PipelinedStrategy(FSDPStrategy):
             for tensor in (*module.parameters(), *module.buffers()):
                 if isinstance(tensor, DTensor) or tensor.is_meta:
                     continue
-                shared = tensor.detach().to(self.device)  # a GPU's process group cannot send a tensor on the CPU
+                shared = tensor.detach().to(self.device)  # NCCL cannot send a tensor on the CPU
                 for name in self.mesh.mesh_dim_names or ():
                     if name != "pp":
                         group = self.mesh.get_group(name)
@@ -251,7 +253,7 @@ class PipelinedStrategy(FSDPStrategy):
             alone=self.dp_mesh.size() == 1,
         )
         here = pipe.get_local_rank()
-        # The optimizer's parameters; gathered parameters are other objects.
+        # Record the sharded parameters, as the optimizer has them: gathered parameters are other objects.
         self._parameters = list(module.parameters())
         self._shared = cut.shared(module)
         self._copies = [p for p, ranks in self._shared if ranks[0] != here]
@@ -342,7 +344,7 @@ class PipelinedStrategy(FSDPStrategy):
         return loss if plain else {**values, "loss": loss}
 
     def _everywhere(self, sums: Mapping[str, Tensor], plain: bool) -> tuple[dict[str, Tensor], bool]:
-        """Send the last stage's result to every rank."""
+        """Send the result of `pipeline_loss` from the rank of the last stage to every rank."""
         runner = self._runner
         assert runner is not None
         returned = self._returned
@@ -361,14 +363,14 @@ class PipelinedStrategy(FSDPStrategy):
         self, parameters: Sequence[nn.Parameter], new: Sequence[Tensor | None], factor: Tensor | None
     ) -> None:
         if factor is not None and factor.device.type == "cpu" and float(factor) == 1.0:
-            # The usual case, unless training_step has multiplied its loss. On a GPU this check would make the host
-            # wait.
+            # The factor is 1 unless training_step has multiplied its loss. On a GPU this is not checked, since it would
+            # make the host wait.
             factor = None
         for p, gradient in zip(parameters, new, strict=True):
             if gradient is None:
                 continue
             if factor is not None:
-                # an offloaded gradient is on another device than the factor
+                # An offloaded gradient is on another device than the factor.
                 local_part(gradient).mul_(factor.to(gradient.device))
             if p.grad is None:
                 p.grad = gradient
@@ -378,7 +380,7 @@ class PipelinedStrategy(FSDPStrategy):
             self._sum_shared()
 
     def _send_copies(self) -> None:
-        """Send the values that `meta_init` made for a weight to the ranks with a copy of it."""
+        """Make copies of shared weights equal, since with `meta_init` each rank initializes its own copy."""
         here, group = self.mesh["pp"].get_local_rank(), self.mesh["pp"].get_group()
         for p, (first, *others) in self._shared:
             if here == first:
@@ -388,7 +390,7 @@ class PipelinedStrategy(FSDPStrategy):
                 dist.recv(local_part(p).detach(), group=group, group_src=first)
 
     def _sum_shared(self) -> None:
-        """Sum the gradients of weights that several ranks of the pipeline share, in the same order on all ranks."""
+        """Sum the gradients of weights that several ranks of the pipeline share (tied embeddings)."""
         for p, ranks in self._shared:
             if not p.requires_grad:
                 continue
@@ -413,7 +415,7 @@ class PipelinedStrategy(FSDPStrategy):
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
-        # only this sum is skipped: the schedule always reduces over data-parallel ranks, because of the batch's weight
+        # Skip only the sum over shared weights; the schedule reduces over data-parallel ranks for each batch.
         self._syncs = False
         try:
             yield
@@ -435,7 +437,7 @@ class PipelinedStrategy(FSDPStrategy):
         return super().load_model_state(state, strict)
 
     def average_replicas(self) -> None:
-        if self._cut is None:  # the stages of a divided module have their own buffers
+        if self._cut is None:  # without a pipeline; stages have different buffers on each rank
             super().average_replicas()
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -492,5 +494,5 @@ class PipelinedStrategy(FSDPStrategy):
 
 
 def _samples(leaf: Any, samples: slice, batch: int) -> Any:
-    """Return some samples of a tensor with one row per sample; return anything else unchanged."""
+    """Return a slice of the samples of a tensor that has one row per sample; return any other value unchanged."""
     return leaf[samples] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == batch else leaf
