@@ -316,8 +316,7 @@ class FSDPStrategy(Strategy):
                 tensor.data = tensor.data.to(self.device)
 
     def parallelize(self, module: nn.Module) -> None:
-        """Divide the module over mesh dimensions such as "tp", before it is sharded over `dp_mesh`. Collective.
-        """
+        """Divide the module over mesh dimensions such as "tp", before it is sharded over `dp_mesh`. Collective."""
 
     def shard(self, module: nn.Module) -> None:
         """Shard a module over `dp_mesh`, in place. Collective: all ranks call it.
