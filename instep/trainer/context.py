@@ -101,7 +101,7 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """Whether the last run came to its end."""
+        """Whether the last run ended without an error or a signal."""
         return self.status == "finished"
 
     @property
@@ -179,9 +179,9 @@ class Position:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for entry in fields(self):
             setattr(self, entry.name, state_dict.get(entry.name, entry.default))
-        if "closed_step" not in state_dict:  # an earlier version of instep did not write it
+        if "closed_step" not in state_dict:  # a checkpoint of an earlier version of instep lacks this key
             self.closed_step = self.global_step
-        self.had_loss = state_dict.get("had_loss", True)  # an earlier version of instep did not write it: assume a loss
+        self.had_loss = state_dict.get("had_loss", True)  # a checkpoint of an earlier version of instep lacks this key
         self.epoch_over = self.epoch_ended
 
     @property
@@ -247,7 +247,8 @@ class ValidationPlan:
         every: training batches between two validations; None if validations do not depend on a number of batches.
         next_batch: number of batches done in the epoch at which the next validation is due; infinity for never.
         at_epoch_end: whether a validation runs at the epoch's end.
-        has_clock: whether this process decides by its clock when to validate: the main one, if the interval is a time.
+        has_clock: whether this process decides by its clock when to validate. True on the main process if the interval
+            is a time.
         next_time_s: when the next validation is due, in seconds of `time.monotonic`.
         counted_before: what the metric objects had counted when the running validation began; None if no validation
             runs.
@@ -448,7 +449,7 @@ class RunContext:
         return None if self.resume is None else self.resume.resumed_reader
 
     def profiled(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` wrapped, so that the profiler measures its calls; unwrapped without a profiler."""
+        """Wrap `function`, so that the profiler measures its calls; without a profiler, return `function` itself."""
         profiler = self.trainer.profiler
         return function if profiler.off else profiler.wrap(action, function)
 

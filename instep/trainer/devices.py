@@ -22,7 +22,7 @@ from instep.utils.env import as_variables, from_env
 from instep.utils.warn import warn_user
 
 TORCHRUN_GRACE_S = 25.0
-CHOSEN = "INSTEP_DEVICES"  # environment variable: the devices that a launch gave to its ranks
+CHOSEN = "INSTEP_DEVICES"  # environment variable with the devices that a launch gave to its ranks
 
 
 def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
@@ -57,7 +57,7 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
 
 
 def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Settings:
-    """Return the settings with the current number of nodes, if the job is elastic: then `num_nodes` is its maximum."""
+    """In an elastic job, where `num_nodes` is the maximum, return the settings with the current number of nodes."""
     least = read_number(os.environ, MIN_NODES, 0)
     if least and environment.launcher == "torchrun" and least <= environment.num_nodes <= settings.num_nodes:
         return replace(settings, num_nodes=environment.num_nodes)
@@ -77,7 +77,8 @@ def launch(settings: Settings, count: int, command: tuple[str, ...] | None = Non
     command, told = hydra.join_job(command or this_command())
     if (folder := hydra.started_in()) is not None:
         os.chdir(folder)
-    env = told | as_variables({"grace_period_s": settings.grace_period_s})  # `grace_period` reads it in the ranks
+    # `grace_period` reads this variable in the ranks
+    env = told | as_variables({"grace_period_s": settings.grace_period_s})
     if isinstance(settings.devices, tuple):
         env |= {"CUDA_VISIBLE_DEVICES": visible(settings.devices), CHOSEN: ",".join(map(str, settings.devices))}
     sys.exit(run(spec_for_nodes(count, settings.num_nodes, command, env, settings.grace_period_s)))

@@ -76,7 +76,7 @@ def _why_twice(ctx: RunContext) -> str:
 
 
 def _misread_batch(frame: FrameType, error: BaseException) -> DataError | None:
-    """Return the error for a hook that misreads its batch: `x, y = batch` of another length, or a missing key."""
+    """Return the error for a hook that misreads its batch: `x, y = batch` with a wrong length, or a missing key."""
     code, name = frame.f_code, next(iter(frame.f_code.co_varnames[1:2]), "")
     if not code.co_name.endswith(_OF_BATCHES) or name not in frame.f_locals:
         return None
@@ -131,7 +131,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _where(frames: list[FrameType], ctx: RunContext) -> str:
-    """Describe the hook that raised, and its batch if the hook is called for one."""
+    """Describe the hook, backward or optimizer step that raised the error, and its batch."""
     owners = (ctx.module, ctx.datamodule, *ctx.callbacks)
     hook = next((frame for frame in reversed(frames) if _is_hook(frame, owners)), None)
     if hook is not None:

@@ -84,12 +84,12 @@ def evaluate(
         outer_counts.put_back_unused()
         log.batch = log.weight = None
         arrived, epoch_metrics = log.reduce(trainer.global_step, reset=False)
-        trainer.metrics.keep(log)  # step values of this evaluation, which callbacks and the bar show
+        trainer.metrics.keep(log)  # keep the step values of this evaluation, which callbacks and the progress bar show
         trainer.metrics.put_epoch(epoch_metrics, final=False)
         hooks.call(f"on_{name}_epoch_end")
         outer_counts.note_logged()
         more, epoch_metrics = log.reduce(trainer.global_step, reset=True)
-        outer_counts.put_back()  # before the next hooks, which may save
+        outer_counts.put_back()  # restore the training's counts before the next hooks, which may save a checkpoint
         if stage != "sanity_check":
             trainer.metrics.log_steps([*arrived, *more])
         trainer.metrics.put_epoch(epoch_metrics, final=stage != "sanity_check")
@@ -213,7 +213,7 @@ def _batch_hooks(
 
 
 def _call_own(module: TrainModule, name: str) -> None:
-    """Call a hook of the module that does something by default, unless the module has set the hook to None."""
+    """Call a hook of the module that has a default implementation, unless the module has set the hook to None."""
     hook = getattr(module, name)
     if hook is not None:
         hook()
@@ -295,7 +295,7 @@ def _no_gradients(ctx: RunContext) -> AbstractContextManager[Any]:
 
 
 def _defer(ctx: RunContext, agreed: tuple[Trigger, ...]) -> bool:
-    """Keep triggers for the time after the evaluation; return True if the evaluation must end at once."""
+    """Store triggers until the evaluation has ended; return True if it must end at once."""
     ctx.ending.deferred += agreed
     return any(trigger.name == "preempted" for trigger in agreed)
 

@@ -189,7 +189,7 @@ def _set_up(ctx: RunContext) -> None:
         ctx.exit_stack.push(partial(_forget_folder, ctx))
     if not ctx.is_trial:
         start_loggers(ctx, module, ctx.datamodule)
-    _lease_folders(ctx)  # again, since the run folder is known only now
+    _lease_folders(ctx)  # a second call, since the run folder is known only now
     heartbeat.set_folder(trainer.run_folder.path)
     trainer.profiler.setup(ctx.fn, ctx.rank if ctx.world_size > 1 else None, trainer.log_dir)
     if ctx.fn == "fit":
@@ -198,7 +198,7 @@ def _set_up(ctx: RunContext) -> None:
         with ctx.strategy.model_context():
             module.configure_model()
     if not ctx.is_trial:
-        draw_graphs(ctx)  # before the strategy changes the module
+        draw_graphs(ctx)  # draw before the strategy changes the module
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     _compile(ctx, module)
@@ -383,7 +383,8 @@ def _abandon(ctx: RunContext, error: BaseException) -> None:
         ctx.trainer.run_folder.leave_failure(ctx, error)
         ctx.heartbeat.end()
     if ctx.trainer._log is not None:
-        ctx.trainer._log.buffer.clear()  # so that a logged value that raised an error is not collected a second time
+        # clear the log, so that a logged value that raised an error is not collected a second time
+        ctx.trainer._log.buffer.clear()
         ctx.trainer._log.step_values.clear()  # reading these values could need a device that has failed
 
 

@@ -200,7 +200,7 @@ class Loaders:
 
     @property
     def train(self) -> BatchSource:
-        """The training data."""
+        """The training data, which is prepared when this is first read."""
         if self.prepared_train is None:
             with self._as_first_asked():
                 raw = self._raw("train")

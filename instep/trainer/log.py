@@ -72,11 +72,11 @@ class ScalarTransfer:
         for i, value in enumerate(self.values):
             if isinstance(value, Tensor):
                 spread: Any = value
-                if hasattr(spread, "full_tensor"):  # a DTensor: several ranks computed it
+                if hasattr(spread, "full_tensor"):  # a DTensor is spread over several ranks
                     value = self.values[i] = spread.full_tensor()
                 groups.setdefault((value.dtype, value.device), []).append(i)
         self._copies: list[tuple[list[int], Tensor]] = []
-        self._events: list[torch.cuda.Event] = []  # one per CUDA copy
+        self._events: list[torch.cuda.Event] = []  # one event for each copy from a CUDA device
         for (_, device), places in groups.items():
             packed = torch.stack([self.values[i] for i in places])
             if device.type == "cuda":
@@ -92,7 +92,7 @@ class ScalarTransfer:
         return all(event.query() for event in self._events)
 
     def floats(self) -> list[float]:
-        """Return the values in their order; wait for the transfer."""
+        """Wait for the transfer, and return the values in the order in which they were passed."""
         for event in self._events:
             event.synchronize()
         for places, packed in self._copies:
@@ -103,7 +103,10 @@ class ScalarTransfer:
 
 
 class Options(NamedTuple):
-    """Arguments of one `self.log` call, without name, value and batch size. For one name they must not change."""
+    """Arguments of a `self.log` call, without name, value and batch size.
+
+    They must be the same in all calls for a name.
+    """
 
     prog_bar: bool = False
     logger: bool | None = None
@@ -156,7 +159,7 @@ class Accumulator:
     hook: str
     suffix: str = ""
     metric: Any = None
-    counts: Counts | None = None  # counts of the metric object for one loader, if there are several
+    counts: Counts | None = None  # counts of the metric object for one loader, if there are several loaders
     last: Any = None
     fresh: bool = False
     values: list[Any] = field(default_factory=list)
@@ -459,7 +462,9 @@ class MetricLog:
             if accumulator.metric is not None:
                 if value is not accumulator.metric:
                     self._replace(accumulator, value)
-                accumulator.weight = 1.0  # the metric object has something to compute in this epoch, on every rank
+                # mark that the metric object has a value to compute in this epoch, even if this rank only repeats the
+                # batch
+                accumulator.weight = 1.0
             if weight == 0:
                 continue
             if accumulator.metric is not None:
@@ -521,7 +526,7 @@ class MetricLog:
             )
         suffix = ""
         if self._dataloader_idx is not None:
-            if not options.add_dataloader_idx:  # one value over all loaders, whose name has no index
+            if not options.add_dataloader_idx:  # the value is one for all loaders, so its name has no index
                 everywhere = self._accumulators.setdefault((self._hook, None), {})
                 if name in everywhere:
                     known = self._current[name] = everywhere[name]
@@ -564,7 +569,7 @@ class MetricLog:
     def _replace(self, accumulator: Accumulator, value: Any) -> None:
         """Replace the metric object under a name. Raise LogError if the old one has counted in this epoch."""
         before, name = accumulator.metric, accumulator.name
-        # A composition such as `self.a + self.b` is made anew in each step, and counts in its parts.
+        # A composition of metrics such as `self.a + self.b` is a new object in each step; its parts count.
         if not is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
             raise metric_states_module().not_the_same(name, before, value)
         accumulator.metric = self._checked(name, value, accumulator.suffix)
@@ -637,7 +642,7 @@ class MetricLog:
     # ---- from accumulators to the host
 
     def _all(self) -> Iterable[Accumulator]:
-        # Unique by identity, since without add_dataloader_idx one accumulator stands for several loaders.
+        # List each accumulator once, since without add_dataloader_idx one accumulator is used for several loaders.
         return {
             id(one): one for of_hook in list(self._accumulators.values()) for one in list(of_hook.values())
         }.values()
@@ -723,7 +728,7 @@ class MetricLog:
             for name, values in _by_name(by_rank).items():
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
-                if name in ours:  # other names belong to a group without this rank
+                if name in ours:  # this rank is not in the group that averages the other names
                     # From now on the mean over ranks is shown and saved.
                     metrics[name] = ours[name].last = sum(values) / len(values)
         if not metrics:
@@ -777,8 +782,8 @@ class MetricLog:
             if value is not None:
                 result.append(EpochMetric(one.epoch_name, value, one.options, one.full_name, self._loaders_of(one)))
         if reset:
-            # Also reset the objects without an epoch value, since they have counted in this epoch. By now all are
-            # computed, which matters because one may be a part of another.
+            # Also reset metric objects without an epoch value, since they have counted in this epoch. Reset only after
+            # all are computed, since one object may be a part of another.
             if objects := self.metric_objects:
                 metric_states_module().reset_metrics(objects)
             self._of_loaders.clear()

@@ -62,7 +62,7 @@ def fit(ctx: RunContext) -> None:
                 complete = at.skipped_rest = True
                 break
             output = step(batch, batch_idx)
-            if buffer:  # values logged after `training_step`
+            if buffer:  # collect values that were logged after `training_step`
                 log.drain()
             beats[BATCH], beats[STEP] = batch_idx, at.global_step
             if batch_end:
@@ -154,7 +154,7 @@ def prepare_training(ctx: RunContext) -> None:
         guest.check()
     ctx.validation.enabled = ctx.loaders.validates
     if ctx.validation.enabled and ctx.settings.train_limit != 0:
-        # to raise the error of a wrong interval now, and not in the first epoch that validates
+        # check the interval now, and not only in the first epoch that validates
         validation_interval(ctx)
     if isinstance(ctx.settings.val_check_interval, timedelta):
         ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
@@ -328,12 +328,12 @@ def begin_epoch(ctx: RunContext) -> None:
     with ctx.strategy.changing_trainable():
         ctx.hooks.call("on_train_epoch_start")
     if plan is not None and inside:
-        # after the hook, since the saved state includes what on_train_epoch_start did when the epoch first began
+        # restore the rest after the hook, since the saved state includes what on_train_epoch_start did in the first run
         plan.finish()
     ctx.log.enter("training_step")
     ctx.heartbeat.enter("train")
     note_samples(ctx)
-    # the checkpoint was saved before the values of its step were handed over, and before a validation that was due
+    # do what was due when the checkpoint was saved: hand over the values of its step, and validate
     if inside:
         every = ctx.settings.log_every_n_steps
         if every and at.global_step % every == 0:

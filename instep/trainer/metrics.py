@@ -54,14 +54,14 @@ class Metrics:
                 self._send(metrics, step)
 
     def keep(self, log: MetricLog) -> None:
-        """Keep the step values of a log before another log replaces it, since callbacks may watch them."""
+        """Keep the step values of a log before another log replaces this log, since callbacks may watch the values."""
         values = {name: float(value) for name, value in log.callback_values.items()}
         self.callback.update(values)
         self._look_for_nan(values, self._trainer.global_step)
         self.bar.update({name: float(value) for name, value in log.bar_values(on_device=True).items()})
 
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
-        """Record epoch values, which replace older step values of the same name. Final ones are sent to the loggers."""
+        """Record epoch values, which replace step values of the same name. Final values are sent to the loggers."""
         to_log: dict[str, float] = {}
         ctx, stage = self._trainer._ctx, self._trainer.state.stage
         logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]
@@ -135,7 +135,7 @@ class Metrics:
             logger.log_metrics(metrics, step)
 
     def next_eval_step(self, stage: str) -> int:
-        """Count a step value of an evaluation, for its x-axis: each stage has its own count."""
+        """Return the next step number for the step values of an evaluation. Each stage has its own count."""
         self._eval_steps[stage] = self._eval_steps.get(stage, 0) + 1
         return self._eval_steps[stage]
 
@@ -191,4 +191,4 @@ def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
     for name in dict.fromkeys(name for metrics in results for name in metrics):
         values = [f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results]
         table.add_row(Text(clean(name, "")), *values)
-    Console(force_jupyter=False).print(table)  # as text, since a rank forked by a notebook cannot display HTML
+    Console(force_jupyter=False).print(table)  # print as text, since a rank forked by a notebook cannot display HTML

@@ -683,7 +683,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Args:
             file_path: path of the file, or a buffer; None writes nothing. Large weights are written to a second file
                 beside it.
-            input_sample: input of `forward` in a form of `example_input_array`, which is the default.
+            input_sample: input of `forward`, in any form that `example_input_array` may have. Default:
+                `example_input_array`.
             **kwargs: for `torch.onnx.export`.
 
         Returns:
@@ -705,11 +706,12 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
         Args:
             file_path: path of the file (".pt2"), for `torch.export.load`; None writes nothing.
-            input_sample: input of `forward` in a form of `example_input_array`, which is the default.
+            input_sample: input of `forward`, in any form that `example_input_array` may have. Default:
+                `example_input_array`.
             **kwargs: for `torch.export.export`, such as `dynamic_shapes`.
 
         Returns:
-            The program, whose `module()` is called as `forward` is.
+            The program. `program.module()` is called with the arguments of `forward`.
 
         Raises:
             SettingError, UsageError: as in `to_onnx`.
@@ -726,7 +728,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Args:
             file_path: path of the file, for `torch.jit.load`; None writes nothing.
             method: "script" or "trace".
-            example_inputs: inputs to trace with, in a form of `example_input_array`, which is the default.
+            example_inputs: inputs to trace with, in any form that `example_input_array` may have. Default:
+                `example_input_array`.
             **kwargs: for `torch.jit.script` or `torch.jit.trace`.
 
         Returns:
@@ -753,7 +756,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
         Args:
             file_path: path of the file; None writes nothing.
-            input_sample: input of `forward` in a form of `example_input_array`, which is the default.
+            input_sample: input of `forward`, in any form that `example_input_array` may have. Default:
+                `example_input_array`.
             ir: intermediate representation that torch_tensorrt compiles from; "ts" is TorchScript.
             output_format: format of the file; with `ir="ts"` it must be "torchscript".
             retrace: for `torch_tensorrt.save`.

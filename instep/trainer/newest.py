@@ -133,7 +133,7 @@ class NewestState(ModelCheckpoint):
 def newest_state(ctx: RunContext) -> NewestState | None:
     """Make the callback that saves the newest state of a fit.
 
-    If no ModelCheckpoint asks for it, return None, and print the reason if `ckpt_path` is "auto" or "last".
+    If no ModelCheckpoint has `keeps_newest`, return None, and print the reason if `ckpt_path` is "auto" or "last".
     """
     savers = [each for each in ctx.callbacks if isinstance(each, ModelCheckpoint)]
     wanting = [each for each in savers if each.keeps_newest]

@@ -207,7 +207,8 @@ def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list
     """
     given = module.configure_callbacks() if is_overridden(module, "configure_callbacks", ModuleHooks) else []
     own = list(check_callbacks("configure_callbacks()", given or ()))
-    check_callbacks("trainer.callbacks", callbacks)  # checked again, since anything can be appended to this list
+    # check again, since users may append anything to `trainer.callbacks`
+    check_callbacks("trainer.callbacks", callbacks)
     kinds = tuple({type(callback) for callback in own})
     bars = progress_bars(callbacks) if _check_bars(own) is not None else []
     for callback in own:

@@ -85,7 +85,7 @@ class RunFolder:
         self._status: dict[str, Any] = {}  # content of `status.json`
         self._facts: dict[str, Any] = {}  # the part of `status.json` that is known when the run starts
         self._claimed: Path | None = None  # folder created for a logger that was used before the run
-        # folders of configurations; the first that is a run folder is searched for checkpoints
+        # folders of the `--config` files; the first one that is a run folder is searched for checkpoints
         self.given: Sequence[Path] = ()
 
     @property
@@ -106,7 +106,7 @@ class RunFolder:
     def leave_visited(self) -> None:
         """Forget a folder that only evaluations have written into, since a fit first looks for a run to resume."""
         if self._evaluated:
-            self._claimed = self._claimed if self._visits else self.path  # a new run may use the folder
+            self._claimed = self._claimed if self._visits else self.path  # keep the folder for a new run
             self.path, self._visits, self._evaluated = None, False, False
 
     # ---- choosing the folder: all methods are collective, and rank 0 reads the disk
@@ -168,8 +168,8 @@ class RunFolder:
         if regular is None or found is None:
             return regular or found
         both = regular, found
-        # The serial numbers of two runs in two folders cannot be compared. The run that last held its folder is
-        # preferred.
+        # The serial numbers of runs in two folders cannot be compared. Prefer the checkpoint whose run was the last to
+        # save into its folder.
         held = [checkpoint.CheckpointStore(reader.path.parent).last_run() for reader in both]
         return max(both, key=lambda reader: (reader.manifest.run_id in held, reader.manifest.order))
 
@@ -208,7 +208,7 @@ class RunFolder:
                     ctx.saver.release(store.root)
                 continue
             if goes_on:
-                self.path = version  # the same command continues in the same folder
+                self.path = version  # the same command goes on writing into the folder of the resumed run
             return found
         if broken is not None:
             raise broken
@@ -330,7 +330,7 @@ class RunFolder:
             try:
                 files.make_root(self.base)
                 if path != named:
-                    # fsynced, since a durable checkpoint must not lie in a folder that can be lost
+                    # fsync the folder, since a crash must not lose the folder of a durable checkpoint
                     files.make_folder(path)
                     return path, True
                 files.make_root(path)
@@ -371,7 +371,7 @@ class RunFolder:
         return runs
 
     def _asked_runs(self) -> list[Path]:
-        """List the run folders that the logger's version names, newest first; without a version, all of them."""
+        """List the run folders that the logger's version names, newest first; without a version, all run folders."""
         named, runs = self._named, self._versions()
         if named is None:
             return runs
@@ -381,7 +381,7 @@ class RunFolder:
         return [*moved, named] if folders.is_run(named) else moved
 
     def _versions(self) -> list[Path]:
-        """List the run folders, newest first: by number and, for those of a logger, then by name."""
+        """List the run folders, newest first: by number and, for folders of a logger, then by name."""
         return folders.runs_in(self.base, self._decider is not None)
 
     def reached(self, run_id: str) -> int:
@@ -418,7 +418,7 @@ class RunFolder:
         """Record the newest checkpoint in `status.json`, so that a killed run can be resumed from it."""
         if self.path is not None and trainer.is_global_zero and self._status.get("status") == "running":
             self._status.update(global_step=trainer.global_step, epoch=trainer.position.epoch, checkpoint=str(path))
-            with suppress(OSError):  # the save itself has succeeded
+            with suppress(OSError):  # an error here must not fail the save, which has succeeded
                 write_status(self.path, self._status)
 
     @property
@@ -432,7 +432,7 @@ class RunFolder:
         Args:
             trainer: the Trainer of the run.
             error: error that ended the run; None if it finished.
-            signal: name of the signal that ended the run, if it is not the trainer's `stop_reason`.
+            signal: name of the signal that ended the run, if the trainer's `stop_reason` does not have it.
         """
         if self.path is None:
             return
@@ -447,7 +447,7 @@ class RunFolder:
                 # another rank's error caused this one, so the summary names that error
                 trainer.run_summary = replace(trainer.run_summary, why=in_short(cause))
         path: Any = error.checkpoint if isinstance(error, Preempted) else None
-        if signal:  # a signal handler has little time, so nothing is searched
+        if signal:  # a signal handler has little time, so it does not search for the newest checkpoint
             path = self.last_saved
         elif status != "preempted":
             path = (self._saved(trainer) if status == "done" else None) or self._newest(trainer)

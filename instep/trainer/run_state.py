@@ -424,9 +424,9 @@ def begin(
         plan.resumed_reader = saved.reader
         trainer._set_seed(state["seed"])
         ctx.exit_stack.push(partial(_leave_position, ctx, plan, dict(vars(ctx.position))))
-        ctx.position.load_state_dict(state["position"])  # before any hook of the user reads the position
+        ctx.position.load_state_dict(state["position"])  # set the position before any hook of the user reads it
         if ctx.ckpt_path == "auto" or restarted:
-            trainer.run_folder.adopt(ctx, state)  # the same command continues in the same folder
+            trainer.run_folder.adopt(ctx, state)  # the same command goes on writing into the folder of the resumed run
         _take_up_line(ctx, plan, saved.reader)
         return plan
     trainer.run_folder.path = folder_before
@@ -686,7 +686,8 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
 
     objects = metric_states_module().metric_objects(ctx.module)
     with loading_state(saved.path, "the logged sums"):
-        ctx.log.load_state_dict(log, objects)  # only for display: hooks may log before `last` restores the sums
+        # load the sums for display now. Hooks may log before `last` loads them again.
+        ctx.log.load_state_dict(log, objects)
     rng = saved.random_state(own, strategy.data_rank)
 
     def last() -> None:
@@ -746,8 +747,8 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
             f"place in the data{_layout(state, ctx)}. Resume as it was saved, or from a checkpoint at an epoch's end.",
             path=saved.path,
         )
-    # At an epoch's end, only data whose state lasts over epochs needs its state. A new data set that cannot load it
-    # is allowed there.
+    # At an epoch's end, only data whose state lasts over epochs needs its state. A new data set that cannot load the
+    # state is then allowed.
     with suppress(*[DataError] * at.epoch_ended), loading_state(saved.path, "the data"):
         ctx.source.load_state_dict(data)
     if not at.epoch_ended:

@@ -215,7 +215,8 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
 
     Returns:
         The first function unscales, rescales, checks and clips the gradients, for a module that steps the optimizer
-        itself. The second one does all this if necessary, steps the optimizers, and returns whether they stepped.
+        itself. The second function does the same where it is needed, then steps the optimizers, and returns whether
+        they stepped.
     """
     strategy, at, source, optimizers, counts = ctx.strategy, ctx.position, ctx.source, ctx.optimizers, ctx.counts
     accumulate, origin, scaler = ctx.loaders.accumulate, ctx.loaders.window_origin, ctx.strategy.precision.scaler

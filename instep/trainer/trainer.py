@@ -237,7 +237,8 @@ class Trainer:
         if isinstance(self.settings.logger, tuple):
             self.loggers  # noqa: B018  they learn of the run folder now: they may be used before the first run
         self.line = Line()
-        self.how_to_give_data = "pass loaders or a datamodule"  # for errors; a command line sets another text
+        # advice in error texts; the command line sets another text
+        self.how_to_give_data = "pass loaders or a datamodule"
         self._seed: int | None = None
         self.model: TrainModule | None = None
         self.resume_report: ResumeReport | None = None
@@ -534,7 +535,8 @@ class Trainer:
             self._seed = saved
         elif self._seed is None:
             seed = torch.initial_seed() & (2**63 - 1)
-            # the line must be known on all ranks, since any rank may save after an error
+            # all ranks need the ids of this run and of the runs that it continues, since any rank may save after an
+            # error
             self._seed, self.line = broadcast_object((seed, self.line))
 
     def _set_stop(self, agreed: bool, reason: str = "") -> None:

@@ -196,7 +196,7 @@ def _make(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
     if name is not None:
-        # all hyperparameters were passed as this one argument
+        # all hyperparameters were passed as one argument, whose name is `name`
         merged[name] = {key: value for key, value in saved.items() if key != name}
     merged = {key: value for key, value in merged.items() if key not in arguments}
     try:

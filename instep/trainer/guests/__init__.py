@@ -155,7 +155,7 @@ def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
 
 
 def note_samples(ctx: RunContext) -> None:
-    """Record the position at an epoch's start in the run folder, so that the samples of a step can be listed later."""
+    """Record the position at an epoch's start in the run folder, from which the samples of a step can be listed."""
     folder, at, loaders = ctx.trainer.run_folder.path, ctx.position, ctx.loaders
     if ctx.rank == 0 and folder is not None and not ctx.is_trial:
         accumulate = loaders.accumulate if ctx.module.automatic_optimization and not loaders.phases else None

@@ -125,7 +125,7 @@ class NonFiniteGuard(StepGuest):
         parts.around.append("nonfinite= looks at the loss before the backward")
 
     def step_optimizer(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `optimizer_step`, which calls `step` where the policy allows it."""
+        """Store the function `step`, and return `optimizer_step`, which calls `step` unless the policy forbids it."""
         self._step = step
         return self.optimizer_step
 
@@ -133,7 +133,8 @@ class NonFiniteGuard(StepGuest):
         """Keep a loss for the check of this window; called before each backward."""
         if not self._losses:
             self._first_batch = self._progress.batch_idx
-        elif len(self._losses) == _LOSSES:  # manual optimization may never step, and must not fill the memory
+        # in manual optimization the module may never step, so add losses up before they fill the memory
+        elif len(self._losses) == _LOSSES:
             self._losses = [torch.stack(self._losses).sum()]
         self._losses.append(loss.detach().clone())
 
@@ -197,7 +198,7 @@ class NonFiniteGuard(StepGuest):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
 
     def _pass_on(self, optimizer: Optimizer, check: _Check) -> None:
-        """Leave the decision to the optimizer's kernel; the host reports it when it reads the flags."""
+        """Let the optimizer's kernel decide whether to update; the host reports a bad step when it reads the flags."""
         if len(self._waiting) >= _READ_AFTER:
             self.settle()
         self._waiting.append(check)

@@ -125,7 +125,8 @@ class OneGraph(StepGuest):
             if buffer:
                 log.drain()
             if not done:
-                return loss_of(output, ctx)  # returns None for a skipped batch, or raises
+                # this returns None for a skipped batch, and raises an error for a wrong output
+                return loss_of(output, ctx)
             ctx.counts.in_window += 1
             return output
 

@@ -1,4 +1,4 @@
-"""Steps that take their batches themselves: `training_step(self, dataloader_iter)`, and evaluation steps like it."""
+"""Steps that take their batches themselves: `training_step(self, dataloader_iter)`, also evaluation steps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
     """Iterator that a step gets in place of a batch. The step takes its batches from it.
 
     `next` returns (batch, batch_idx, dataloader_idx); the batch is on the device and has passed the transfer hooks. The
-    iterator ends with the epoch, or with the loader. A step takes one batch or more. A batch that it keeps for the next
-    step is lost in a resume. If a step runs out of batches before its end, its StopIteration ends the epoch, and the
-    batches that it had taken train nothing. All ranks take the same number of batches.
+    iterator ends with the epoch, or with the loader. A step takes one batch or more. A batch that a step keeps for the
+    next step is lost in a resume. If a step runs out of batches before its end, its StopIteration ends the epoch, and
+    the batches that it had taken train nothing. All ranks take the same number of batches.
 
     Args:
         batches: batches of `source`, on the device.
@@ -61,7 +61,7 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
         self._batches, self._source, self._dataloader_idx, self._limit = batches, source, dataloader_idx, limit
         self._progress, self._log = progress, log
         self._ahead: list[Any] = []  # the first batch of the next step
-        self._shares: list[Share] = []  # shares of the batches that the current step took
+        self._shares: list[Share] = []  # `share` (numbers of samples) of each batch that the current step took
 
     def __next__(self) -> tuple[Any, int, int]:
         if self.done:

@@ -119,7 +119,7 @@ class _Recorder(Callback):
     ) -> None:
         self._note(trainer, batch_idx, outputs)
         if trainer.global_step == self._step:
-            return  # within an optimizer window
+            return  # the batch did not complete an optimizer step
         self._step = trainer.global_step
         self._write(trainer)
         self._left -= 1
@@ -127,7 +127,7 @@ class _Recorder(Callback):
             self._end(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if hasattr(self, "_file"):  # a step failed: it may be the one that the user looks for
+        if hasattr(self, "_file"):  # the failed step may be the one that the user looks for
             self._step += 1
             self._note(trainer, trainer.progress.batch_idx, self._returned)
             self._write(trainer, error=f"{type(exception).__name__}: {exception}")
@@ -146,7 +146,7 @@ class _Recorder(Callback):
         self._batches, self._norms = [], []
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end(trainer)  # the run ended before the requested number of steps
+        self._end(trainer)  # the training ended before the requested number of steps
 
     def _end(self, trainer: Trainer) -> NoReturn:
         """End the process at once: hooks and the program must not act on a run that only repeats another one."""
@@ -155,7 +155,7 @@ class _Recorder(Callback):
         from instep.distributed.after_error import all_arrive
 
         all_arrive(_ALL_ARRIVE_S)
-        # otherwise torch's DataLoader would raise here for a killed worker
+        # reset torch's handler, which would raise an error for a killed DataLoader worker
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
             worker.kill()

@@ -1,4 +1,4 @@
-"""Snapshots of objects before a trial, which are restored after it."""
+"""`Snapshot`: records objects before a trial, and restores them after the trial."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._puts: list[Restore] = []
-        # by the object's id; the object itself is kept too, so that no other object gets this id
+        # id of an object -> the object, which is kept so that no other object gets this id, and its restore function
         self._known: dict[int, tuple[Any, Restore]] = {}
 
     def restore(self) -> None:
@@ -116,7 +116,7 @@ class Snapshot:
         return back
 
     def _captured(self, value: Any) -> Restore:
-        """Record a value, and return a function that restores and returns it."""
+        """Record a value, and return a function that restores the value and returns it."""
         known = self._known.get(id(value))
         if known is not None:
             return known[1]

@@ -111,7 +111,8 @@ class Trial:
         run, trainer, module = self._run, self._trainer, self._module
         self._check()
         of_rank = copy.deepcopy(self._strategy.rank_state())
-        self._strategy.abandon_step()  # weights that are gathered at this moment must not be recorded
+        # drop weights that a sharded strategy has gathered, since they must not be recorded
+        self._strategy.abandon_step()
         snapshot = self._snapshot = Snapshot()
         snapshot.keep_module(module)
         for optimizer in run.optimizers:
@@ -123,7 +124,7 @@ class Trial:
         if run.precision.scaler is not None:
             snapshot.capture_attributes(run.precision.scaler)
         snapshot.keep_random()
-        with self._undo as undo:  # closed at once if one of these calls fails
+        with self._undo as undo:  # if a call in this block fails, everything so far is undone at once
             undo.callback(self._put_back, of_rank)
             undo.callback(vars(trainer).update, {**vars(trainer), "_data": dict(trainer._data)})
             gradient = {entry.name: copy.copy(getattr(run.gradient, entry.name)) for entry in fields(run.gradient)}
@@ -201,7 +202,8 @@ class Trial:
         self._snapshot.restore()
         # with DDP, this wraps the module again, with a new reducer
         self._strategy.prepare_training(self._module, self._run.optimizers)
-        self._snapshot.restore()  # a second time, since `prepare_training` may have made buffers the same on all ranks
+        # restore a second time, since `prepare_training` may have made buffers the same on all ranks
+        self._snapshot.restore()
 
     # ---- data
 
@@ -299,7 +301,7 @@ class Trial:
                 if index == 0:
                     raise DataError("one step takes more batches than an epoch has, so no step can be tried")
                 continue
-            # read after the step, which may take its batches itself and then sets the number of samples
+            # read this after the step, since a step that takes its batches itself sets the number of samples
             mine = ctx.log.weight
             loss = output.get("loss") if isinstance(output, dict) else output
             if isinstance(loss, Tensor) and mine != 0:
