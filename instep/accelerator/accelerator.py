@@ -890,12 +890,12 @@ class Accelerator(ProcessMethods):
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
         """Release all prepared objects, and empty the device's cache. The Accelerator is then no longer the active run.
 
-        Objects that are registered for checkpointing are kept. Memory of objects that variables of the caller still
-        hold is free once these variables are assigned anew: torch's next allocation can use it, and the next
-        `clear_device_cache()` returns it to other programs.
+        Objects that are registered for checkpointing are kept. If a variable of the caller still holds an object, the
+        object's memory is freed when the variable gets another value. Then torch can use this memory again, and the
+        next `clear_device_cache()` returns it to other programs.
 
         Args:
-            objects: objects whose variables are assigned anew: `model, optimizer = accelerator.free_memory(model,
+            objects: objects to release, whose variables get None: `model, optimizer = accelerator.free_memory(model,
                 optimizer)`.
 
         Returns:
@@ -912,7 +912,7 @@ class Accelerator(ProcessMethods):
     def end_training(self) -> None:
         """Close the loggers, end the run and leave the process group. Collective; may be called twice."""
         self._trackers.finish()
-        if is_held():  # not in a second call, when the process group is gone
+        if is_held():  # skip this in a second call, when the process group is gone
             self.wait_for_everyone("end_training")
         self.wait_for_saves()
         self._states.close()

@@ -11,7 +11,7 @@ from instep.state import PartialState
 from instep.types import PathLike
 from instep.utils.paths import local_path
 
-_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # file names on the Hugging Face hub
+_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # usual names of weight files on the Hugging Face hub
 
 
 def save(obj: Any, f: PathLike, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

@@ -91,7 +91,7 @@ class AcceleratedLoader:
         # numbers of batches that the script held, and had not used, at the start of the last pass
         self._held, self._ahead = 1, 0
 
-    # ---- what users of a DataLoader read
+    # ---- attributes of a DataLoader
 
     @property
     def dataset(self) -> Any:
@@ -324,7 +324,7 @@ class AcceleratedLoader:
         """Make the next pass begin at the position in the state."""
         source, epoch, batches = self.source, int(state["epoch"]), 0
         if state["source"] is None:
-            source.set_epoch(epoch + 1)  # drops the position that an earlier state has set
+            source.set_epoch(epoch + 1)  # this drops the position that an earlier state has set
         else:
             source.load_state_dict(state["source"])
             batches = state.get("batches", source.first_batch)
@@ -498,7 +498,7 @@ def gather_samples(
             )
         rows = [] if samples == 0 else list(data)
         return gather_object(_rows(rows, samples, batch_size) if samples and per_sample else rows)
-    # raises an error that names gather_for_metrics, if a leaf is not a tensor
+    # this raises an error that names gather_for_metrics, if a leaf is not a tensor
     tensor_leaves(data, "gather_for_metrics")
     if samples and per_sample:
         data = map_leaves(lambda leaf: _rows_of_leaf(leaf, samples, batch_size), data)

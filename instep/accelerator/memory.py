@@ -181,8 +181,8 @@ def _agree(error: Exception | None, doing: str, size: int) -> tuple[bool, str]:
 def release_memory(*objects: Any) -> list[None]:
     """Release memory of the device, and return one None per object: `model, loss = release_memory(model, loss)`.
 
-    Memory of objects that variables of the caller still hold is free once these variables are assigned anew: torch's
-    next allocation can use it, and the next `clear_device_cache()` returns it to the device.
+    If a variable of the caller still holds an object, the object's memory is freed when the variable gets another
+    value. Then torch can use this memory again, and the next `clear_device_cache()` returns it to the device.
 
     Args:
         objects: models, optimizers, tensors.

@@ -184,7 +184,7 @@ class Opening:
         self._hooks: list[Any] = []
         self._marks: list[Any] = []
         self._asked = 0  # how many batches the script has requested since the first use
-        self._group = 1  # batches that the script got between two uses
+        self._group = 1  # number of batches that the script got between two uses
         # backward calls since the script got the batches of this group, counted for each group of models
         self._backwards_of = Counter[tuple[int, ...]]()
         self._sums = False  # whether one backward covers several batches
@@ -324,7 +324,7 @@ class Opening:
             while kept:
                 raw, source.share = kept.pop(0)
                 batch = self._give(self._moved(raw))
-                del raw  # so that no reference to a batch remains after the script has skipped it
+                del raw  # keep no reference to a batch, which the script may skip
                 yield number, batch
                 number += 1
                 self._ask()
@@ -402,7 +402,7 @@ class Opening:
 
     def _give(self, batch: Any) -> Any:
         if not self.used:
-            # new tensor objects, since data that keeps its own batches would keep the original objects alive
+            # make new tensor objects, since data that keeps its own batches would keep the original objects alive
             batch = map_leaves(_alias, batch)
             self._given.append([weakref.ref(leaf) for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)])
         return batch
@@ -430,7 +430,7 @@ def _no_watch() -> Callable[..., None]:
 
 
 def _ignore(module: nn.Module, args: Any) -> None:
-    """Do nothing, as the hook of a copied model."""
+    """Do nothing. A copied model has this function as its forward hook."""
 
 
 def most_kept(num_steps: int, held: int) -> int:

@@ -507,7 +507,7 @@ def _restore_optimizers(states: States, saved: SavedRun, parts: Resume, report: 
 
 
 def _nearest(own: Mapping[str, Any], trees: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the index of the saved optimizer that shares the most parameters with this one; None if there is none."""
+    """Return the index of the saved optimizer that shares the most parameters with this one, or None."""
     shared = [len(own["shapes"].keys() & tree["shapes"].keys()) for tree in trees]
     return shared.index(max(shared)) if any(shared) else None
 

@@ -1,4 +1,4 @@
-"""Wrappers of a model, put on and taken off: torch.compile, DataParallel and DDP, a forward in another precision."""
+"""Put wrappers on a model and take them off: torch.compile, DataParallel and DDP, a forward in another precision."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         take_off(inner)
         forward = inner.__dict__.get("forward")
-        if isinstance(forward, ConvertOutputsToFp32):  # the user has wrapped the forward
+        if isinstance(forward, ConvertOutputsToFp32):  # the user has wrapped the forward by convert_outputs_to_fp32
             del inner.forward
             if getattr(forward.model_forward, "__self__", None) is not inner:
                 inner.forward = forward.model_forward
@@ -124,7 +124,7 @@ def put_on(model: nn.Module, precision: Precision) -> None:
 
 
 def take_off(model: nn.Module) -> None:
-    """Restore the forward that `put_on` has replaced, if it has."""
+    """If `put_on` has replaced the forward, restore the original one."""
     function = getattr(model.__dict__.get("forward"), "__func__", None)
     if isinstance(function, _Forward):
         del model.forward

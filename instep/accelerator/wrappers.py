@@ -1,4 +1,4 @@
-"""Prepared optimizers and schedulers, which step only at the ends of accumulation windows, and these windows.
+"""Accumulation windows, and the prepared optimizers and schedulers, which step only at the end of a window.
 
 `Window` computes the loop's place in an accumulation window, and the weight of each loss.
 """
@@ -79,7 +79,7 @@ class Window:
             self._change(None)
 
     def _change(self, loader: AcceleratedLoader | None) -> None:
-        """Start to use the new length, if a window of either length begins at the current batch.
+        """Start to use the new length, if windows of the old and of the new length begin at the current batch.
 
         A loader's windows begin at multiples of their length.
         """
@@ -173,7 +173,7 @@ class Window:
                     each.opening.use()
 
     def _mark_done(self, loader: AcceleratedLoader) -> None:
-        """Record that the current batch of the loader is done, and those of loaders that are zipped with it."""
+        """Record that the current batches of the loader, and of loaders that are zipped with it, are done."""
         loader.batches_done = loader.batch_idx + 1
         for other in self.running:
             if other.batch_idx >= other.source.first_batch:
