@@ -307,7 +307,8 @@ class CombinedLoader(BatchSource):
         known = [number for track in self._tracks if (number := _left(track)) is not None]
         total, combine = None, {"sequential": sum, "min_size": min}.get(self.mode, max)
         lengths = [plan.total for plan in plans if plan.total is not None]
-        if len(lengths) == len(plans) and not final:  # an estimate, which does not depend on where the pass begins
+        # this is an estimate, which does not depend on where the pass begins
+        if len(lengths) == len(plans) and not final:
             total = combine(lengths)
         elif final:
             running = [number for number, track in zip(known, self._tracks, strict=True) if track.ended_at is None]
@@ -400,7 +401,7 @@ class CombinedLoader(BatchSource):
         try:
             yield from self._one_by_one() if self.mode == "sequential" else self._side_by_side()
         except Exception:
-            self.close()  # the passes of the other loaders end too
+            self.close()  # this also ends the passes of the other loaders
             raise
 
     def _side_by_side(self) -> Iterator[Any]:
@@ -492,7 +493,7 @@ def _places(nest: Any, loaders: list[Any], inside: bool = False) -> Any:
         values = [_places(item, loaders, inside=True) for item in nest]
         return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
     if isinstance(nest, Mapping):
-        places: Any = copy.copy(nest)  # copied, so that a subclass of dict keeps its other attributes
+        places: Any = copy.copy(nest)  # copy the dict, so that a subclass of dict keeps its other attributes
         for key, value in nest.items():
             places[key] = _places(value, loaders, inside=True)
         return places

@@ -108,7 +108,8 @@ class DispatchLoader(PreparedLoader):
         """Number of the reader's batches in a step."""
         self._even = even
         self._pin = pin and torch.accelerator.is_available()
-        self._ranks = gather_object(self.rank)  # data rank of each process; several processes may have the same one
+        # for each process, the number of the part of the data that it reads; several processes may read the same part
+        self._ranks = gather_object(self.rank)
         self._reads = PartialState().process_index == 0
         self._reader: PreparedLoader | None = None
         self._num_batches: int | None = None
@@ -266,8 +267,8 @@ class DispatchLoader(PreparedLoader):
                 return
 
     def _read(self, reader: PreparedLoader) -> Iterator[tuple[list[Any], list[int], bool]]:
-        """Yield for each step, on process 0: the ranks' parts, their numbers of samples, whether it is the last one."""
-        # one step more, since with even=False the reader is one step ahead
+        """Yield each step, on process 0: the ranks' parts, their numbers of samples, whether it is the last step."""
+        # remember one step more, since with even=False the reader is one step ahead
         reader.history = (self.history + 1) * self._group
         batches = iter(reader)
         while group := list(islice(batches, self._group)):
@@ -383,7 +384,7 @@ def _join(described: Any, buffer: torch.Tensor) -> Any:
     def take(leaf: Any) -> Any:
         nonlocal offset
         if not isinstance(leaf, _TensorSpec):
-            return copy.deepcopy(leaf)  # a copy, since the same structure may be used for the next batch
+            return copy.deepcopy(leaf)  # copy the structure, since the same one may be used for the next batch
         begin, end = offset, offset + leaf.num_bytes
         offset = end + -end % _ALIGN
         return buffer[begin:end].view(leaf.dtype).view(leaf.shape)

@@ -344,7 +344,7 @@ class IndexLoader(PreparedLoader):
         return rebuild(
             self.loader,
             dataset=SeededDataset(self.dataset, restore=False),
-            generator=self._generator,  # otherwise starting the iterator would draw from the training's generator
+            generator=self._generator,  # without this, starting the iterator would draw from the training's generator
             pin_memory=self._pin,
             **batching,
         )

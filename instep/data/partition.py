@@ -100,7 +100,7 @@ class Splitter:
     def part(self, data: Any, rows: int | None, begin: int, end: int, *, place: tuple[Any, ...] = ()) -> Any:
         """Return the samples from `begin` to `end` of a batch of `rows` samples.
 
-        `place` is the place of `data` in the batch.
+        `place` is the path to `data` inside the batch.
 
         Raises:
             DataError: a tensor has another number of rows, or a list could be split in two ways.
@@ -126,7 +126,7 @@ class Splitter:
             instance = copy.copy(data)
             for field in dataclasses.fields(data):
                 value = self.part(getattr(data, field.name), rows, begin, end, place=(*place, field.name))
-                # the setter of `object`, since the dataclass may be frozen
+                # use the `__setattr__` of `object`, since the dataclass may be frozen
                 object.__setattr__(instance, field.name, value)
             return instance
         leaf: Any = data

@@ -85,7 +85,7 @@ class ShardedSampler(ABC):
         return self._order
 
     def _keep(self, order: Sequence[Any] | torch.Tensor) -> Sequence[Any] | torch.Tensor:
-        """Return a drawn order in the form in which it is kept."""
+        """Convert a drawn order to the form in which it is kept."""
         return order
 
     def redraw(self) -> None:

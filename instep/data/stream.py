@@ -64,7 +64,7 @@ class BatchAgreement:
         self._read: tuple[int, int | None] | None = None
 
     def read(self) -> tuple[int, int | None]:
-        """Wait, and return how many ranks have the batch, and its samples on all ranks (None if unknown)."""
+        """Wait; return how many ranks have the batch, and its number of samples on all ranks (None if unknown)."""
         if self._read is None:
             self._work.wait()
             have, known, size = self._numbers.tolist()
@@ -405,7 +405,8 @@ class StreamLoader(PreparedLoader):
             if batch is _END:
                 if self._own_ends:
                     self._own_end = number
-                elif "kind" in (self._resume or {}):  # only for a loaded state, since `start_at` may skip a whole epoch
+                # raise only if a state was loaded, since `start_at` may skip a whole epoch
+                elif "kind" in (self._resume or {}):
                     raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
                 return
             self._replay = batch if self._own_ends else _END
@@ -417,7 +418,7 @@ class StreamLoader(PreparedLoader):
         if self.stateful is not None:
             self._snapshots[number] = self._state_now() or {}
             self._loaded = None
-            # states are kept longer, since up to two batches are read ahead
+            # keep states of two more batches than `history`, since up to two batches are read ahead
             self._snapshots.pop(number - 3 - self.history, None)
         if self._silent >= QUIET_AFTER and number % WATCH_EVERY:
             batch = next(self._iterator, _END)

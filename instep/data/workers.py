@@ -173,13 +173,14 @@ def end_workers(started: Any) -> None:
     """
     if started is None or _running.pop(started, 0) != os.getpid():
         return
-    # otherwise torch takes the end of a killed worker for a failure, and may raise an error anywhere in the program
+    # Without this, torch takes the end of a killed worker for a failure, and may raise an error anywhere in the
+    # program.
     if started._worker_pids_set:
         started._worker_pids_set = False
         _utils.signal_handling._remove_worker_pids(id(started))
     deadline = time.monotonic() + _TO_END_S
     for worker in started._workers:
-        worker.join = _Join(worker, deadline)  # in place of torch's wait of 5 s for each worker
+        worker.join = _Join(worker, deadline)  # this replaces torch's wait of 5 s for each worker
     started._shutdown_workers()
     for worker in started._workers:
         worker.terminate()
