@@ -105,7 +105,8 @@ def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> st
         name = environ.get("PMIX_NAMESPACE", "")
         host, port = host or "127.0.0.1", port or (_port_of(zlib.crc32(name.encode())) if name else 0)
     if place.launcher == "xla" and not host:
-        require("torch_xla.distributed.xla_backend", extra="xla", purpose="meeting by torch_xla")  # it reads this URL
+        # torch_xla's backend reads this URL
+        require("torch_xla.distributed.xla_backend", extra="xla", purpose="meeting by torch_xla")
         return "xla://"
     missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value]
     if missing:

@@ -183,7 +183,7 @@ def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device:
 
 def _wait(work: Any, device: torch.device) -> None:
     if device.type == "cpu":
-        finish(work)  # raises an error if a rank of the group has ended, instead of waiting for it
+        finish(work)  # this raises an error if a rank of the group has ended, instead of waiting for the rank
     else:
         work.wait()
 

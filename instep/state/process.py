@@ -100,7 +100,7 @@ def leave_group(abort: bool) -> None:
 
 
 def reset() -> None:
-    """Leave the process group, if there is one, and drop the record of this process in any case."""
+    """Leave the process group, if there is one, and drop the record of this process."""
     global _process, _gone
     leave_group(abort=True)
     _process, _gone = None, "it was reset"

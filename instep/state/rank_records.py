@@ -104,7 +104,7 @@ class RankRecords:
         return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
     def keep_store_alive(self, number: int, ranks: Iterable[int]) -> None:
-        """Wait until these ranks have read record `number`: the store ends with its process, which may be this one."""
+        """Wait until these ranks have read record `number`, since the store ends if this process hosts it and ends."""
         try:
             self._store.set(f"read/{number}/{self._rank}", "")
             self._store.wait([f"read/{number}/{rank}" for rank in ranks], _LINGER)
@@ -168,7 +168,7 @@ _LIBRARIES = (
 )
 _LEFT = "left"
 
-_open: dict[int, awaited] = {}  # collectives that a thread waits for now, by thread id
+_open: dict[int, awaited] = {}  # thread id -> the collective that the thread waits for now
 _watcher: tuple[int, threading.Thread] | None = None
 _hosts: tuple[str, ...] = ()
 
@@ -191,7 +191,8 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
         try:
             work.wait(timedelta(seconds=max(0.001, min(left_s, _LOOK_S))))
         except RuntimeError:
-            # the work has failed, or has ended after this wait timed out; a second wait shows which
+            # the operation has failed, or has ended just after this wait timed out; a second wait shows which of the
+            # two
             if work.is_completed():
                 work.wait()
                 return True
