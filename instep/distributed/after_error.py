@@ -1,4 +1,4 @@
-"""Helpers for the time after an error: is the device usable, do all ranks arrive, and a group of one rank alone."""
+"""Helpers after an error: tests whether the device works and whether all ranks arrive, and a group of one rank."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def all_arrive(timeout_s: float) -> bool:
     try:
         if group.rank() != 0:
             _finish(isend(word, 0, group, _HERE), deadline_s)
-            # one second more, since the first rank's clock may be behind
+            # wait one second more, since the first rank's clock may be behind
             _finish(irecv(word, 0, group, _ALL_HERE), deadline_s + 1.0)
             return True
         for each in [irecv(torch.zeros(1), rank, group, _HERE) for rank in range(1, group.size())]:

@@ -286,7 +286,8 @@ def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int
 
 
 def _described(where: str, tensor: torch.Tensor, shape: Any) -> str:
-    kind = tensor.device.type  # part of the comparison, since CPU tensors use another backend than device tensors
+    # compare the kind of device too, since CPU tensors use another backend than device tensors
+    kind = tensor.device.type
     return f"{where or 'tensor'}: {tensor.dtype} {shape}{'' if kind == 'cpu' else f' on {kind}'}"
 
 

@@ -113,7 +113,7 @@ class Counts:
         return id(metric) in self._parts
 
     def put_back(self, metrics: Iterable[Any]) -> None:
-        """Restore the stored counts in these metric objects, in place of what they counted since. Drop them here."""
+        """Restore the stored counts in these metric objects, in place of later counts, and forget the stored ones."""
         keys = [id(metric) for metric in metrics]
         _set_attributes([(self._parts.pop(key), self._attributes.pop(key)) for key in keys])
 

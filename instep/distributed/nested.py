@@ -48,7 +48,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         instance = copy.copy(data)
         for field in dataclasses.fields(data):
-            # the `__setattr__` of `object`, since the dataclass may be frozen
+            # use the `__setattr__` of `object`, since the dataclass may be frozen
             object.__setattr__(instance, field.name, map_leaves(function, getattr(data, field.name)))
         return instance
     return function(data)
@@ -231,7 +231,7 @@ def find_batch_size(data: Any) -> int | None:
         >>> find_batch_size({"x": torch.ones(4, 2), "y": torch.ones(4)})
         4
     """
-    if type(data) is torch.Tensor and data.ndim:  # a short way, since most batches are a tensor or begin with one
+    if type(data) is torch.Tensor and data.ndim:  # a shortcut, since most batches are a tensor or begin with a tensor
         return data.shape[0]
     if type(data) in (list, tuple, dict) and data:
         first = next(iter(data.values() if type(data) is dict else data))

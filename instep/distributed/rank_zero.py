@@ -147,7 +147,7 @@ class Together:
         try:
             self._ranks.fail_together(error, self._doing)
         except BaseException as raised:
-            if raised is not error:  # the block's own error is raised by Python after this method
+            if raised is not error:  # the block's own error need not be raised here: Python raises it after this method
                 raise
 
 

@@ -124,7 +124,7 @@ class PaceWatch:
     def close(self) -> None:
         """Stop the measuring thread."""
         self._closed.set()
-        self._thread.join(PERIOD_S + 1.0)  # with a time limit, since the key-value store may not answer
+        self._thread.join(PERIOD_S + 1.0)  # wait with a time limit, since the key-value store may not answer
 
     def _run(self) -> None:
         records = RankRecords("pace", self._group)

@@ -220,7 +220,8 @@ class Triggers:
         if self._outstanding is not None:
             self._every = self._read(self._outstanding)[1]
             self._outstanding = None
-        self._last = None  # so that the time of a following validation or save does not count as a step's time
+        # forget the time, so that the time of a following validation or save does not count as a step's time
+        self._last = None
 
     def _at_boundary(self, step: int) -> tuple[Trigger, ...]:
         now = time.perf_counter()
