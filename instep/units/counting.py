@@ -50,7 +50,8 @@ class UnitCount(Callback):
         total: count of all ranks up to the last optimizer step, including the time before a resume.
     """
 
-    runs_first = True  # before other callbacks, so that those that save or read metrics at this step see the new total
+    # run before other callbacks, so that callbacks that save or read metrics at this step see the new total
+    runs_first = True
     unit = ""
     on_host = False
     """Whether no count needs what is on the device."""
@@ -92,7 +93,7 @@ class UnitCount(Callback):
             for work, summed in self._sums:
                 group: Any = PartialState().control_group
                 with nullcontext() if work.is_completed() else awaited(group, f"{type(self).__name__}: the sum"):
-                    work.wait()  # raises an error if the sum has failed
+                    work.wait()  # this raises an error if the sum has failed
                 self._all += int(summed[0])
             self.total += self._all
             self._begin()
