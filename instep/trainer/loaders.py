@@ -337,7 +337,7 @@ class Loaders:
         """Whether fit has a validation to run. Warn if there is a loader but no `validation_step`."""
         module = self._module
         # With `reload_dataloaders_every_n_epochs`, the loader method is called only in epochs that validate. Loaders
-        # that were passed in exist already.
+        # that were passed to the Trainer's method exist already.
         asked = self.given.get("val") is None and self.settings.reload_dataloaders_every_n_epochs
         later = asked and self.settings.val_limit != 0
         if not (self._has("val") if later else self.evaluation("val")):

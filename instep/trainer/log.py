@@ -569,7 +569,8 @@ class MetricLog:
     def _replace(self, accumulator: Accumulator, value: Any) -> None:
         """Replace the metric object under a name. Raise LogError if the old one has counted in this epoch."""
         before, name = accumulator.metric, accumulator.name
-        # A composition of metrics such as `self.a + self.b` is a new object in each step; its parts count.
+        # A composition of metrics such as `self.a + self.b` is a new object in each step, and only its parts hold
+        # counts.
         if not is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
             raise metric_states_module().not_the_same(name, before, value)
         accumulator.metric = self._checked(name, value, accumulator.suffix)

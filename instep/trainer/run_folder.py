@@ -299,12 +299,12 @@ class RunFolder:
 
     @property
     def _asked(self) -> str | None:
-        """Name of the folder that `version` of the first logger with a `save_dir` asks for."""
+        """Folder name that the first logger with a `save_dir` asks for by its `version`."""
         return None if self._decider is None else self._decider.writer.asked
 
     @property
     def _named(self) -> Path | None:
-        """Folder that `version` of the first logger with a `save_dir` asks for."""
+        """Folder that the first logger with a `save_dir` asks for by its `version`."""
         return None if self._asked is None else (self.base / self._asked).absolute()
 
     def _continues_in(self, ctx: RunContext, folder: Path) -> bool:

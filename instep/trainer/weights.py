@@ -1,7 +1,7 @@
 """Content of the checkpoints of a Trainer, and making a module from a checkpoint or from a file of weights.
 
-The ranks share position, schedulers, callbacks, loggers, data cursor, metrics and hyperparameters (`trainer.json`);
-each rank has its random generators and open log sums.
+Position, schedulers, callbacks, loggers, data cursor, metrics and hyperparameters are stored once for all ranks, in
+`trainer.json`. Random generators and open log sums are stored for each rank.
 """
 
 from __future__ import annotations
