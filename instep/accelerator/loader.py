@@ -288,7 +288,7 @@ class AcceleratedLoader:
 
         A position that `load_state` restored is returned again until the script uses a batch. In a loop that trains on
         the loader, a batch is done once `accelerator.backward` was called for it, or a prepared optimizer has stepped
-        after it. In any other loop a batch is done once it was yielded, also the current one; and after a pass that was
+        after it. In any other loop, every yielded batch is done, also the current one. After a pass that such a loop
         left early, the next pass is the next epoch.
 
         Args:

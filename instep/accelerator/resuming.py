@@ -350,7 +350,7 @@ class Opening:
             self.outlasts = self._given != [] and self._reads_ahead(len(self._given))
 
     def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
-        """Yield batches that the script may skip.
+        """Yield copies of the first batches as long as the script may skip them.
 
         Return the kept batches that come next, and the number of the first of these batches.
         """

@@ -1,7 +1,7 @@
 """State of an Accelerator: what `save_state` collects, and how `load_state` restores all or some parts of the state.
 
-`checkpoint/run_state.py` writes the files; with several models a weight is called `<model>.<name>`. The ranks
-share counters, schedulers, scaler, loaders, registered objects and seed (`accelerator.json`).
+`checkpoint/run_state.py` writes the files; with several models a weight is called `<model>.<name>`. Counters,
+schedulers, scaler, loaders, registered objects and seed are stored once for all ranks, in `accelerator.json`.
 
 Saved states are not matched by the order in `prepare`: models are matched by name, optimizers by the names of their
 parameters, schedulers by class and optimizer, loaders by name or data, registered objects by name. Two objects with the
