@@ -32,9 +32,9 @@ _open: list[str] = []
 def goes_first(process: Process, first: bool, name: str) -> Iterator[None]:
     """Run the `with` block on processes with `first=True`, and then on the others. Collective.
 
-    Inside such a block, a second block has no effect on one node, or if it has the same name, since the order is
-    already set. Any other inner block is an error: its processes would wait for processes that have not begun the outer
-    block.
+    A second block inside the first one has no effect if it has the same name or if the job has one node, since the
+    order is already set. Any other inner block raises an error, since its processes would wait for processes that have
+    not begun the outer block.
 
     Args:
         process: record of this process.

@@ -63,7 +63,7 @@ def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[
     if _process is None or not _is_whole(_process):
         _process = None
         _process = _build(asked)
-        alone = "INSTEP_AGENT_PID" not in os.environ  # if there is an agent of instep, it has already warned
+        alone = "INSTEP_AGENT_PID" not in os.environ  # an agent of instep would have warned already
         if alone and _process.environment.rank == 0 and (misspelt := misspelt_variables()):
             warn_user(misspelt)
     else:
@@ -153,7 +153,7 @@ def _kind(asked: dict[str, Any], environment: ProcessEnvironment) -> DeviceKind:
         return find_device_kind("cpu")
     if asked.get("xla", environment.launcher == "xla"):
         return find_device_kind("xla")
-    if "cpu" in asked or "xla" in asked:  # False means the accelerator, whatever INSTEP_ACCELERATOR says
+    if "cpu" in asked or "xla" in asked:  # `cpu=False` means the accelerator, whatever INSTEP_ACCELERATOR says
         return find_device_kind("auto")
     name = from_env("accelerator") or "auto"
     return find_device_kind(name, field=variable_of("accelerator"))
