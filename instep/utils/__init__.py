@@ -1,6 +1,6 @@
-"""Small helpers that know nothing about training. Names that users may import from here load on first use.
+"""Small helper functions that do not depend on training; public names are imported when they are first used.
 
-Everything else in this room is internal and may change in any release.
+All other names in this package are internal and may change in any release.
 """
 
 from importlib import import_module
@@ -31,7 +31,7 @@ __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    # Does not use `loads` of imports.py, since every import from this package runs this file.
+    # `loads` of imports.py is not used here: this file must be fast, since every import from the package runs it.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public are: {', '.join(_HOME)}")
     globals()[name] = value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

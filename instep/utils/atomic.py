@@ -1,4 +1,4 @@
-"""Atomic writes on a local disk: a reader sees the complete new file, or the complete old one."""
+"""Write files atomically on a local disk: a reader sees either the complete new file or the complete old one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
-    """Create a file with its content, which is on the disk on return; False if the file exists.
+    """Create a file with its content, and wait until it is on the disk; return False if the file exists already.
 
     Args:
-        path: of the file.
-        data: its content.
-        mode: its permissions, before the umask.
+        path: path of the file.
+        data: content of the file.
+        mode: permissions of the file, to which the umask is applied.
     """
     temporary = _write_beside(path, data, mode, sync=True)
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # The link exists: the server made it, its first answer was lost, and the client asked again.
+        # On a network file system the link may have been made although link() fails, if the first answer was lost.
         return os.stat(temporary).st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -39,7 +39,7 @@ def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace the content of a small file; after a power loss it may be the old content."""
+    """Replace the content of a small file atomically; after a power loss, the file may have the old content."""
     temporary = _write_beside(path, data)
     try:
         os.replace(temporary, path)
@@ -49,11 +49,13 @@ def replace(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
-    """Write a file under another name in a `with` block; rename it at the end of the block, if there was no error.
+    """Replace a file atomically: yield a temporary path to write to, which is renamed after the `with` block.
+
+    If the block raises an error, the temporary file is removed, and the file at `path` is not changed.
 
     Args:
-        path: of the file, which may be there.
-        sync: wait until the disk has it.
+        path: path of the file, which may exist.
+        sync: whether to wait until the file is on the disk.
 
     Example:
         >>> with replacing(Path("table.csv")) as part:  # doctest: +SKIP
@@ -73,16 +75,16 @@ def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def creating(path: Path) -> Iterator[Path]:
-    """Write a file or folder under another name in a `with` block; rename it at the end, if its name is still free.
+    """Create a file or folder atomically: yield a temporary path to write to, renamed after the `with` block.
 
     Raises:
-        FileExistsError: something has the name; it stays as it is.
+        FileExistsError: a file or folder with the final name exists; it is not changed.
     """
     temporary = _beside(path)
     try:
         yield temporary
         if not temporary.is_dir():
-            os.link(temporary, path)  # a link fails if the file exists; a rename would replace it
+            os.link(temporary, path)  # unlike a rename, it fails if the file exists
         elif path.exists():
             raise FileExistsError(errno.EEXIST, "it exists", str(path))
         else:
@@ -96,7 +98,7 @@ def creating(path: Path) -> Iterator[Path]:
 
 
 def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
-    """Create a file exclusively without hard links; for a moment the file exists with no content."""
+    """Create a file exclusively on a file system without hard links, where it is empty for a moment."""
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
@@ -120,22 +122,22 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o666, sync: bool = False
 
 
 def _beside(path: Path) -> Path:
-    """Return the temporary name of an unfinished file; it says which process writes it."""
+    """Return a temporary path beside a file; its name contains the id of this process."""
     return path.with_name(f"{path.name}.{threading.get_ident()}@{this_process()}")
 
 
 def fsync(fd: int) -> None:
     """Wait until all writes to an open file are on the disk."""
     try:
-        import fcntl  # imported late: not on every platform
+        import fcntl  # imported late: Windows does not have it
 
-        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS only: there fsync leaves the data in the drive's cache
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS, where fsync leaves data in the drive's cache
     except (ImportError, AttributeError):
         os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.ENOTSUP, errno.EINVAL):
             raise
-        os.fsync(fd)  # the file system, such as a network's, supports only fsync
+        os.fsync(fd)  # some file systems do not support F_FULLFSYNC
 
 
 def sync_path(path: Path) -> None:
@@ -144,7 +146,7 @@ def sync_path(path: Path) -> None:
     try:
         fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: the file system has no fsync of folders
+        if error.errno != errno.EINVAL:  # some file systems do not support fsync of folders
             raise
     finally:
         os.close(fd)

@@ -1,7 +1,8 @@
-"""Checks of settings: a check is a callable of a setting's name and value that returns the value in resolved form.
+"""Checks of settings: a check is a function that takes a setting's name and value and returns the final value.
 
-A dataclass of settings annotates its fields with checks, as in `steps: Annotated[int, at_least(1)]`; `checks_of`
-collects them. Any callable of this form is a check. A `Check` also reads text, and describes itself to programs.
+A dataclass of settings has checks in the annotations of its fields, as in `steps: Annotated[int, at_least(1)]`;
+`checks_of` collects them. Any such function can be a check. A `Check` object can also read the value from text, and has
+a JSON schema.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ T = TypeVar("T")
 
 
 def wrong(name: str, got: Any, expected: str) -> SettingError:
-    """Make the error for a value of the wrong type or out of range."""
+    """Make the SettingError for a value that has the wrong type or is out of range."""
     return SettingError(f"{name}={got!r}: expected {expected}.", field=name, got=got)
 
 
 def constructor_call(cls: type) -> str:
-    """Format a call that makes an object of a class, with its required arguments.
+    """Format a call of a class's constructor with its required arguments, for error messages.
 
     Example:
         >>> constructor_call(Check)
@@ -42,12 +43,12 @@ def constructor_call(cls: type) -> str:
 
 
 def is_int(value: Any, least: int | None = None) -> bool:
-    """Return True for an integer of at least `least`, also numpy's, but not for a bool such as `max_steps=True`."""
+    """Return True for an integer (also of numpy) of at least `least`, but False for a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool) and (least is None or int(value) >= least)
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a real number that is neither a bool nor NaN."""
+    """Return True for a real number except NaN, but False for a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
@@ -57,18 +58,19 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Check:
-    """Check of one kind of value; call it with the setting's name and the value.
+    """Check for the value of a setting: call it with the setting's name and the value to get the final value.
 
     Args:
-        holds: whether a value is right.
-        expected: what a right value is, for the error.
-        resolve: turns a right value into the form that is kept.
-        read: turns the text of a variable or a command line into a value; ValueError where it is none.
-        schema: the JSON schema of right values.
-        choices: the names that are right, where there are few.
+        holds: function that returns True if a value is valid.
+        expected: description of valid values, for the error message.
+        resolve: function that converts a valid value to its final form.
+        read: function that converts text (of an environment variable or command line) to a value; raises ValueError for
+            invalid text.
+        schema: JSON schema of valid values.
+        choices: all valid values, if they are a few names.
 
     Raises:
-        SettingError: when called with a wrong value.
+        SettingError: (when called) the value is not valid.
     """
 
     holds: Callable[[Any], bool]
@@ -79,13 +81,13 @@ class Check:
     choices: tuple[str, ...] = ()
 
     def __call__(self, name: str, value: Any) -> Any:
-        with suppress(ValueError, OverflowError):  # for a number with too many digits
+        with suppress(ValueError, OverflowError):  # such as from an integer with too many digits
             if self.holds(value):
                 return self.resolve(value)
         raise one_of(name, value, self.choices) if self.choices else wrong(name, value, self.expected)
 
     def from_text(self, name: str, text: str) -> Any:
-        """Read and check the text of a variable or a command line."""
+        """Convert the text of an environment variable or command line to a value, and check the value."""
         try:
             value = self.read(text)
         except ValueError:
@@ -94,7 +96,7 @@ class Check:
 
 
 def at_least(least: int, meaning: str = "", most: int | None = None) -> Check:
-    """Make a check for an integer of at least `least`; `meaning` explains the special value in the error."""
+    """Make a check for an integer of at least `least`; `meaning` explains a special value in the error message."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     return Check(
         lambda value: is_int(value, least) and (most is None or value <= most),
@@ -106,7 +108,7 @@ def at_least(least: int, meaning: str = "", most: int | None = None) -> Check:
 
 
 def above_zero(what: str) -> Check:
-    """Make a check for a number above 0; `what` says in the error text what the number counts."""
+    """Make a check for a number above 0; `what` completes "expected a number ..." in the error message."""
     return Check(
         lambda value: is_number(value) and value > 0,
         f"a number {what}",
@@ -117,10 +119,17 @@ def above_zero(what: str) -> Check:
 
 
 def check_object(field: str, value: Any, kind: type[T], other: str = "") -> T:
-    """Check that a value is of a class of instep, and return it; `other` names further allowed values in errors.
+    """Check that a value is an object of the class `kind`, and return it.
+
+    Args:
+        field: name of the setting.
+        value: value of the setting.
+        kind: class of instep.
+        other: description of further valid values, for the error message.
 
     Raises:
-        SettingError: it is another object, or the class itself. Of a class of Lightning or Accelerate it has a hint.
+        SettingError: the value is another object, or a class. For an object of Lightning or Accelerate, the message
+            says what to use instead.
     """
     if isinstance(value, type) and issubclass(value, kind):
         raise wrong(field, value, f"an object, not the class: write {constructor_call(value)}")
@@ -130,7 +139,7 @@ def check_object(field: str, value: Any, kind: type[T], other: str = "") -> T:
 
 
 def _a(value: Any) -> str:
-    """Describe the kind of a value, with its article.
+    """Describe the type of a value in words, with an article.
 
     Example:
         >>> _a(3), _a(int), _a(None)
@@ -153,7 +162,7 @@ METRIC = Check(lambda value: isinstance(value, str) and value != "", 'the name o
 
 
 def choice(*names: str) -> Check:
-    """Make a check for one of a few names."""
+    """Make a check for a value that must be one of a few names."""
     return Check(
         lambda value: isinstance(value, str) and value in names,
         "one of a few names",
@@ -166,7 +175,7 @@ _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false"
 
 
 def read_flag(text: str) -> bool:
-    """Read "1", "true", "yes" or "on" as True and their opposites as False; ValueError for other text."""
+    """Convert "1", "true", "yes" or "on" to True, and "0", "false", "no" or "off" to False; else raise ValueError."""
     if text.lower() not in _SWITCH:
         raise ValueError
     return _SWITCH[text.lower()]
@@ -176,7 +185,7 @@ FLAG = Check(lambda value: isinstance(value, bool), "True or False", read=read_f
 
 
 def read_indices(text: str) -> int | str | list[int]:
-    """Read "2", "all" (as -1), "auto" or "0,1"; ValueError for other text."""
+    """Convert the text of a `devices` setting, such as "2", "all" (-1), "auto" or "0,1"; else raise ValueError."""
     text = text.strip()
     if text in ("auto", "all"):
         return -1 if text == "all" else text
@@ -188,7 +197,7 @@ def read_indices(text: str) -> int | str | list[int]:
 
 
 def _devices(value: Any) -> int | str | tuple[int, ...] | None:
-    """Return the resolved form of a `devices` setting; None if the value is not one."""
+    """Return the final form of a `devices` setting; None if the value is not valid."""
     if isinstance(value, str):
         try:
             value = read_indices(value)
@@ -221,15 +230,15 @@ _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 
 
 def parse_duration(field: str, value: Any, or_zero: bool = False) -> timedelta:
-    """Check a positive time in the forms that users write.
+    """Convert a duration, in one of the forms that users write, to a timedelta, and check that it is positive.
 
     Args:
-        field: the argument's name, for the error's text.
-        value: "DD:HH:MM:SS", a timedelta, or its keyword arguments as a dict.
-        or_zero: no time at all is right too, also as the number 0.
+        field: name of the argument, for the error message.
+        value: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's keyword arguments.
+        or_zero: whether a duration of zero, also given as the number 0, is valid too.
 
     Raises:
-        SettingError: it is none of these, or not above zero.
+        SettingError: the value has another form, or is not above zero.
 
     Example:
         >>> parse_duration("max_time", "00:01:30:00") == parse_duration("max_time", {"minutes": 90})
@@ -251,12 +260,12 @@ def parse_duration(field: str, value: Any, or_zero: bool = False) -> timedelta:
 
 
 def or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Make a check that lets None pass."""
+    """Make a check that accepts None, and otherwise calls `check`."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:
-    """Collect the checks in the annotations of a dataclass's fields; other fields have none.
+    """Return the checks in the annotations of a dataclass's fields, by field name.
 
     Example::
 
@@ -271,17 +280,17 @@ def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:
 
 
 def check_fields(settings: Any) -> None:
-    """Check the fields of a dataclass in its `__post_init__`; each gets the resolved form of its value.
+    """Check the fields of a dataclass, and replace each value by its final form; call it in `__post_init__`.
 
-    A field whose default is None may be None.
+    A field whose default is None may have the value None.
 
     Raises:
-        SettingError: a value is wrong.
+        SettingError: a value is not valid.
     """
     for name, check in checks_of(type(settings)).items():
         value, default = getattr(settings, name), getattr(type(settings), name, ...)
         if value is not None or default is not None:
-            object.__setattr__(settings, name, check(name, value))  # works for a frozen dataclass too
+            object.__setattr__(settings, name, check(name, value))  # for frozen dataclasses too
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -289,10 +298,10 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(field: str, text: str | int, least: int = 1) -> int:
-    """Read bytes from a text such as 5GB or 200 MiB; a number is returned as it is.
+    """Convert a size such as "5GB" or "200 MiB" to a number of bytes; an integer is returned unchanged.
 
     Raises:
-        SettingError: the text is no size, or below `least`.
+        SettingError: the text is not a size, or the size is below `least`.
 
     Example:
         >>> parse_size("max_shard_size", "1.5GB")

@@ -1,4 +1,4 @@
-"""Casts of a module's parameters and buffers to another dtype."""
+"""`cast_module`: cast a module's floating-point parameters and buffers, where complex ones stay complex."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype, non_blocking: bool = False) -> nn.Module:
-    """Cast a module's floating parameters and buffers, in place.
+    """Cast a module's floating-point parameters and buffers, in place.
 
-    Complex parameters and buffers get the complex dtype of the same precision; if there is none, they stay unchanged,
-    since `module.to(dtype)` would drop their imaginary parts.
+    Complex parameters and buffers get the complex dtype of the same precision, or stay unchanged if there is none;
+    `module.to(dtype)` would drop their imaginary parts.
 
     Args:
-        module: the module to cast.
-        dtype: a floating dtype.
-        non_blocking: as for `Tensor.to`.
+        module: module to cast.
+        dtype: floating-point dtype.
+        non_blocking: argument of `Tensor.to`.
 
     Returns:
         The same module.

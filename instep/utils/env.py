@@ -1,8 +1,8 @@
-"""Settings that a launcher passes to programs in environment variables; they hold if the program does not set them.
+"""Read settings from environment variables, such as INSTEP_PRECISION, which a launcher passes to a program.
 
-`instep launch` sets them for its ranks, from its command line, config file and own environment; if you start a program
-another way, you may set them yourself. An argument in the program always wins. `from_env` reads them; for `instep
-launch` they are one layer of `instep.config.layers`.
+`instep launch` sets these variables for its ranks, from its command line, config file and own environment; if you start
+a program another way, you may set them yourself. They are used only if the program itself does not give the setting.
+`from_env` reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-# For each setting: the function that reads its text, and a phrase for the expected value in errors.
+# For each setting: the function that converts its text, and a description of valid text for error messages.
 VARIABLES: dict[str, tuple[Callable[[str], Any], str]] = {
     "accelerator": (str, "a name"),
     "strategy": (str, "a name"),
@@ -37,20 +37,19 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
-# Other variables of instep: settings that only a launch reads, and those of agents, the config file and `instep
-# replay`.
+# Other environment variables of instep, which are read by `instep launch`, agents, the config file or `instep replay`.
 _MORE = (
     "devices", "num_processes", "num_nodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint",
     "rdzv_conf", "run_id", "local_addr", "max_restarts", "log_dir", "tee", "cpu_affinity", "cpu_threads", "env", "ray",
     "config_file", "agent_pid", "heartbeat_file", "job_id", "restart", "min_nodes", "replay",
     "external_callbacks", "job_secret", "job_secret_file", "meeting_file", "ended_file", "hydra_new_folder",
 )  # fmt: skip
-# jsonargparse reads these variables, and those with "__" in their names, for `instep fit`.
+# For `instep fit`, jsonargparse reads INSTEP_CONFIG and INSTEP_SUBCOMMAND, and variables with "__" in their names.
 _OF_PARSERS = ("config", "subcommand")
 
 
 def misspelt_variables(environ: Mapping[str, str] | None = None) -> str:
-    """Describe variables that nothing reads and whose names are close to instep's; "" if there are none.
+    """Return a warning about environment variables that are probably misspelt names of instep's; "" if there are none.
 
     Example:
         >>> misspelt_variables({"INSTEP_PRECISON": "bf16", "INSTEP_OF_MY_OWN": "1"})
@@ -67,7 +66,7 @@ def misspelt_variables(environ: Mapping[str, str] | None = None) -> str:
 
 
 def variable_of(setting: str) -> str:
-    """Return the variable of a setting.
+    """Return the name of the environment variable for a setting.
 
     Example:
         >>> variable_of("precision")
@@ -79,18 +78,18 @@ def variable_of(setting: str) -> str:
 def from_env(
     setting: str, check: Callable[[str, Any], Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> Any:
-    """Read a setting from its environment variable, if the program does not set it.
+    """Read a setting from its environment variable, for a program that does not give the setting itself.
 
     Args:
-        setting: one of `VARIABLES`.
-        check: called with the variable's name, for errors, and the value; gives the value in its resolved form.
-        environ: the variables; `os.environ` by default.
+        setting: name of the setting, one of `VARIABLES`.
+        check: function that is called with the variable's name and the value, and returns the final value.
+        environ: the environment variables. None: `os.environ`.
 
     Returns:
-        The value; None where the variable is not set or empty.
+        The value; None if the variable is not set or empty.
 
     Raises:
-        SettingError: its text is no such value.
+        SettingError: the text of the variable is not valid.
 
     Example:
         >>> from_env("accumulate_grad_batches", environ={"INSTEP_ACCUMULATE_GRAD_BATCHES": "4"})
@@ -111,7 +110,7 @@ def from_env(
 
 
 def as_variables(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return settings as environment variables; None leaves a setting out.
+    """Convert settings to environment variables; a setting whose value is None is left out.
 
     Example:
         >>> as_variables({"strategy": "deepspeed", "strategy_options": {"stage": 3}, "debug": True, "precision": None})

@@ -1,4 +1,4 @@
-"""Floating-point operations: counted by torch's formulas; and the peaks of devices, the denominator of MFU."""
+"""Count floating-point operations, and look up the peak operations per second of devices, for MFU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _COLUMNS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 
-# Dense matrix products, in 1e12 operations a second, from the makers' data sheets (these give twice as much if they
-# count structured sparsity). 0: the device does not support it, or the maker gives no number. Consumer cards: with sums
-# in float32. The first entry whose words all occur in the device's name is used.
+# Peak of dense matrix products in 1e12 operations per second, from the makers' data sheets (which give twice as much if
+# they count structured sparsity). 0: not supported by the device, or not published. For consumer GPUs: with
+# accumulation in float32. The first entry whose words are all in the device's name is used.
 _PEAKS: dict[str, tuple[float, ...]] = {
     "gb200": (40, 80, 1250, 2500, 2500, 5000),
     "b200": (37, 75, 1125, 2250, 2250, 4500),
@@ -53,21 +53,21 @@ _PEAKS: dict[str, tuple[float, ...]] = {
     "mi355x": (78.6, 157.3, 0, 2500, 2500, 5000),
     "mi325x": (81.7, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
     "mi300x": (81.7, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
-    "mi250x": (23.9, 23.9, 0, 191.5, 191.5, 0),  # of one die, since torch shows each die as a device
+    "mi250x": (23.9, 23.9, 0, 191.5, 191.5, 0),  # one of its two dies: each is a device in torch
     "mi210": (22.6, 22.6, 0, 181, 181, 0),
 }
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counter of the floating-point operations inside it, by the formulas of torch's `FlopCounterMode`.
+    """Context manager that counts floating-point operations, by the formulas of torch's `FlopCounterMode`.
 
-    `FlopCounterMode` itself is not used, since it decomposes composite operations and hooks into every module: results
-    may differ in the last bit, and its first use loads torch's compiler, which takes seconds. Its formulas leave out
-    attention on the CPU, which this class counts like attention on a GPU. Recurrent layers on the CPU are one operation
-    without a formula, and count 0.
+    `FlopCounterMode` itself is not used, since it decomposes composite operations and adds hooks to every module:
+    results may differ in the last bit, and its first use imports torch's compiler, which takes seconds. torch has no
+    formula for attention on the CPU, which this class counts like attention on a GPU. Recurrent layers on the CPU are a
+    single operation without a formula, and count as 0.
 
     Attributes:
-        counts: operations by kind. Of a DTensor this rank's part is counted, as if the whole were spread evenly.
+        counts: number of operations by kind. For a DTensor, this rank's share is counted, as if all shards were equal.
 
     Example:
         >>> with FlopCounter() as counter:
@@ -78,7 +78,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        from torch.utils.flop_counter import flop_registry  # imported late: few runs count
+        from torch.utils.flop_counter import flop_registry  # imported late: rarely used
 
         aten = torch.ops.aten
         self.counts: Counter[Any] = Counter()
@@ -92,12 +92,12 @@ class FlopCounter(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Number of operations of all kinds."""
+        """Number of operations of all kinds together."""
         return sum(self.counts.values())
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Without this, torch imports its compiler at the first operation, which takes seconds and has no use here.
+        # By default torch would import its compiler at the first operation, which takes seconds and is not needed.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,14 +112,14 @@ class FlopCounter(TorchDispatchMode):
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the most floating-point operations a second that a device can do in dense matrix products.
+    """Return the peak floating-point operations per second of a device in dense matrix products.
 
     Args:
-        device: a CUDA (or ROCm) device; others are in no table.
-        precision: as `Trainer.precision` says it, such as "bf16-mixed".
+        device: a CUDA (or ROCm) device; there is no table for other devices.
+        precision: the precision of a Trainer, such as "bf16-mixed".
 
     Returns:
-        Operations a second; None where the table does not have them.
+        Operations per second; None if the device is not in the table.
 
     Example:
         >>> import torch
@@ -132,10 +132,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_of(name: str, dtype: str) -> float | None:
-    """Look up a device's peak by its name.
+    """Look up the peak floating-point operations per second of a device by its name; None if it is not in the table.
 
     Args:
-        name: as the driver says it.
+        name: name of the device from its driver.
         dtype: "float64", "float32", "tf32", "bfloat16", "float16" or "float8".
 
     Example:
@@ -152,7 +152,7 @@ def peak_of(name: str, dtype: str) -> float | None:
 def _column(precision: str) -> str:
     if precision == "32-true":
         matmul = torch.backends.cuda.matmul
-        # Torch 2.9 and newer have `fp32_precision`; in these versions, reading the older switch may raise.
+        # Since torch 2.9 there is `fp32_precision`, and reading the older setting may raise an error.
         mode = getattr(matmul, "fp32_precision", None)
         return "tf32" if (matmul.allow_tf32 if mode is None else mode == "tf32") else "float32"
     kind = precision.partition("-")[0]

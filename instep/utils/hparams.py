@@ -1,4 +1,4 @@
-"""`save_hyperparameters`: the arguments of an object, collected from the frames of its `__init__`."""
+"""`save_hyperparameters`: store the arguments of an object's `__init__`, which are read from the running frames."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _configured: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_co
 
 @contextmanager
 def configured_as(cls: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Make `save_hyperparameters` keep these plain values for objects of this class, in place of their arguments.
+    """In the `with` block, make `save_hyperparameters` store plain values in place of the arguments of an object.
 
-    An object that a configuration built, such as a backbone, is kept as its class and arguments, which can be saved.
+    It is used when a configuration file builds the object: an argument such as a backbone is stored as its class path
+    and arguments, which can be saved, and not as an object.
 
     Args:
-        cls: what is built within the context.
-        values: its arguments as they were configured, and its path under `CLASS_PATH`.
+        cls: class of the objects that are built in the block.
+        values: arguments of the object as in the configuration, with the path of its class under `CLASS_PATH`.
     """
     token = _configured.set((cls, values))
     try:
@@ -41,7 +42,7 @@ def configured_as(cls: type, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose items are attributes too.
+    """A dict whose items can also be read and set as attributes.
 
     Example:
         >>> hparams = AttributeDict(lr=0.1)
@@ -64,19 +65,19 @@ class AttributeDict(dict[str, Any]):
 
 
 def plain_values(value: Any) -> Any:
-    """Convert hyperparameters to the form of a checkpoint: plain dicts and lists in place of other containers.
+    """Convert hyperparameters to the form in a checkpoint: plain dicts and lists in place of other containers.
 
-    Dataclasses, pydantic models, Namespaces, OmegaConf's containers (with their interpolations resolved) and other
-    mappings become dicts, or lists; namedtuples become tuples; classes, functions and partials of them become `Named`.
-    Other values stay as they are.
+    Dataclasses, pydantic models, Namespaces, OmegaConf's containers (with resolved interpolations) and other mappings
+    become dicts (or lists), and namedtuples become tuples. Classes, functions and partials of them become `Named`.
+    Other values are not changed.
 
     Example:
         >>> plain_values(Namespace(lr=0.1, net=AttributeDict(width=8)))
         {'lr': 0.1, 'net': {'width': 8}}
     """
-    from instep.utils.named import Named, is_code, name_of  # imported late: importing the Trainer does not pay for it
+    from instep.utils.named import Named, is_code, name_of  # imported late: not needed to import the Trainer
 
-    def as_key(key: Any) -> Any:  # dict keys must be hashable, so a dataclass as key stays as it is
+    def as_key(key: Any) -> Any:  # a key must stay hashable, so a dataclass is not converted
         return plain_values(key) if isinstance(key, tuple) or is_code(key) else key
 
     if isinstance(value, functools.partial) and is_code(value.func):
@@ -94,8 +95,8 @@ def plain_values(value: Any) -> Any:
 
 
 def as_container(value: Any) -> Any:
-    """Return the fields of a configuration object as a dict, or its items as a list; another value stays as it is."""
-    omegaconf = sys.modules.get("omegaconf")  # if omegaconf is not loaded, no value is OmegaConf's
+    """Convert a configuration object to a dict of its fields or a list of its items; return other values unchanged."""
+    omegaconf = sys.modules.get("omegaconf")  # not imported: then no value can be an object of OmegaConf
     if omegaconf is not None and isinstance(value, omegaconf.Container):
         return omegaconf.OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Namespace):
@@ -106,19 +107,19 @@ def as_container(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if type(value).__module__.startswith(("pydantic.", "pydantic_core.")) and not hasattr(value, "get_secret_value"):
-        return sys.modules["pydantic_core"].to_jsonable_python(value)  # for instance a URL
+        return sys.modules["pydantic_core"].to_jsonable_python(value)  # such as pydantic's URLs
     return value
 
 
 def _is_model(value: Any) -> bool:
-    """Return True for a pydantic model."""
-    # if pydantic is not loaded, no value is a pydantic model
+    """Return True if a value is a pydantic model."""
+    # If pydantic is not imported yet, no value can be a pydantic model.
     base = getattr(sys.modules.get("pydantic"), "BaseModel", None)
     return base is not None and hasattr(base, "model_fields") and isinstance(value, base)
 
 
 def with_attributes(value: Any) -> Any:
-    """Return a copy in which each dict is an `AttributeDict`, so that saved nested configurations read as before.
+    """Return a copy in which each dict is an `AttributeDict`, so that saved configurations allow attribute access.
 
     Example:
         >>> with_attributes({"net": {"width": 8}}).net.width
@@ -130,12 +131,12 @@ def with_attributes(value: Any) -> Any:
 
 
 def _of_items(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to the items of a list or tuple; another value stays."""
+    """Apply a function to the items of a list or tuple; return any other value unchanged."""
     return type(value)(map(function, value)) if type(value) in (list, tuple) else value
 
 
 class HyperParameters:
-    """Base of TrainModule and DataModule, with `save_hyperparameters` and `hparams`.
+    """Base class of TrainModule and DataModule with `save_hyperparameters` and `hparams`.
 
     Example:
         >>> class Model(HyperParameters):
@@ -145,7 +146,7 @@ class HyperParameters:
         {'width': 64, 'depth': 2}
     """
 
-    # Class attributes, so that an nn.Module has them before its own __init__ has run.
+    # Set on the class, so that an nn.Module has these attributes before its __init__ has run.
     _log_hyperparams: bool = False
     _hparams_name: str | None = None
 
@@ -156,23 +157,24 @@ class HyperParameters:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of `__init__` as `self.hparams`; they are saved in checkpoints and sent to loggers.
+        """Store the arguments of `__init__` as `self.hparams`; they are saved in checkpoints and sent to loggers.
 
-        Call it in `__init__`. It collects the arguments of that `__init__`, and of every subclass's `__init__` that
-        called it. If a name occurs twice, the value of the outermost call counts, which is what the user passed. Values
-        are kept as they are. A checkpoint holds dicts in place of dataclasses, pydantic models, Namespaces and
-        OmegaConf's containers, and the names of classes and functions; a value that needs pickle is an error before the
-        first step.
+        Call this method in `__init__`. It collects the arguments of that `__init__`, and of every subclass's `__init__`
+        that has called it. If a name occurs several times, the value of the outermost call is used, which is the value
+        that the user passed. In memory the values are not changed. A checkpoint holds dicts in place of dataclasses,
+        pydantic models, Namespaces and OmegaConf's containers, and the names of classes and functions. A value that
+        would need pickle is an error before the first step.
 
         Args:
-            args: nothing for all arguments; names of some of them; or dicts, Namespaces, dataclasses and pydantic
-                models to keep as a whole, whose entries become the hyperparameters.
-            ignore: names to leave out.
-            frame: the frame of `__init__` when this is called through a function of yours.
-            logger: whether loggers get them.
+            args: nothing: store all arguments. Names: store only these arguments. Or dicts, Namespaces, dataclasses and
+                pydantic models, whose entries become the hyperparameters.
+            ignore: names of arguments to leave out.
+            frame: frame of `__init__`, if `__init__` calls this method through another function.
+            logger: whether loggers get the hyperparameters.
 
         Raises:
-            UsageError: it was not called from `__init__`, a name is not an argument of it, or a value has no names.
+            UsageError: this method was not called in `__init__`, a name is not an argument, or a value has no named
+                entries.
 
         Example:
             >>> class Model(HyperParameters):
@@ -201,7 +203,7 @@ class HyperParameters:
         configured = _configured.get()
         if configured is not None and type(self) is configured[0] and self._hparams_name is None:
             chosen |= {name: value for name, value in configured[1].items() if name in chosen or name == CLASS_PATH}
-        from torch import nn  # imported late: loggers read this file without torch
+        from torch import nn  # imported late: loggers import this file without torch
 
         modules = [name for name, value in chosen.items() if isinstance(value, nn.Module)]
         if modules:
@@ -212,25 +214,25 @@ class HyperParameters:
         self._log_hyperparams = logger
         self.hparams.update(chosen)
         for name in ignored:
-            # the base class, which does not know of `ignore`, may have collected it already
+            # The call in a base class, without this `ignore`, may have stored it already.
             self.hparams.pop(name, None)
         self._hparams_initial = deepcopy(self.hparams)
 
     @property
     def hparams(self) -> AttributeDict:
-        """The hyperparameters; changes are kept and saved."""
+        """The hyperparameters; changes of this dict are saved too."""
         if "_hparams" not in vars(self):
             self._hparams = AttributeDict()
         return self._hparams
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of the hyperparameters as `save_hyperparameters` found them."""
+        """A copy of the hyperparameters as `save_hyperparameters` stored them, without later changes."""
         return deepcopy(vars(self).get("_hparams_initial", AttributeDict()))
 
 
 def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, Any] | None:
-    """Return the arguments of every running `__init__` of `obj`, outermost last; None if there is none."""
+    """Return the arguments of all running `__init__` calls of an object; None if there is no such call."""
     found: dict[str, Any] | None = None
     while frame is not None:
         code = frame.f_code
@@ -247,7 +249,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, Any] | No
 
 
 def _named(arg: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the hyperparameters that one argument of `save_hyperparameters` names."""
+    """Return the hyperparameters for one positional argument of `save_hyperparameters`: a name or a container."""
     if isinstance(arg, str):
         if arg not in given:
             raise UsageError(

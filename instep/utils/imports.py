@@ -1,4 +1,4 @@
-"""Imports on first use: optional packages, with an error that gives the `pip install`, and a package's public names."""
+"""Import optional packages and the public names of instep's packages only when they are used."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Any
 
 from instep.errors import MissingPackageError
 
-_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # modules whose name is not that of the pip package
-# matches one import line in ruff's format
+_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # pip packages whose names differ from the module
+# Matches one name in an indented import line, as ruff formats it.
 _ON_USE = re.compile(r"^    from (\S+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
 
 
 def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
-    """Import an optional package at its first use.
+    """Import a module of an optional package, or raise an error that says how to install the package.
 
     Args:
-        module: the dotted module name.
-        extra: instep's extra that installs it, or None for a package that is always installed with instep.
-        purpose: what needs it, for the error's text.
+        module: dotted name of the module.
+        extra: extra of instep that installs the package; None for a package that is always installed with instep.
+        purpose: what needs the package, for the error message.
 
     Returns:
         The imported module.
 
     Raises:
-        MissingPackageError: it is not installed, or in a version that instep's metadata does not allow.
+        MissingPackageError: the package is not installed, or its version is not one that instep's metadata allows.
 
     Example:
         >>> ray = require("ray", extra="ray", purpose="RayLauncher")  # doctest: +SKIP
@@ -53,12 +53,12 @@ def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
 
 
 def check_torch(major: int, minor: int, *, purpose: str) -> None:
-    """Raise if torch is too old for a part of instep; a nightly build counts as the release that follows it.
+    """Raise an error if torch is older than a feature of instep needs; a nightly build counts as its next release.
 
     Raises:
-        MissingPackageError: the text has the purpose, both versions and the `pip install`.
+        MissingPackageError: torch is too old; the message has the purpose, both versions and the `pip install` command.
     """
-    import torch  # imported late: this file is read before torch is
+    import torch  # imported late: this file must be usable without torch
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor):
         wanted = f"torch>={major}.{minor}"
@@ -69,13 +69,10 @@ def check_torch(major: int, minor: int, *, purpose: str) -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Run an import without garbage collection.
+    """Turn off garbage collection in the `with` block, to speed up an import in it.
 
-    Each full collection walks through all of torch's 200,000 objects, which are never freed; together the collections
-    take a quarter of the time in which torch's compiler loads.
-
-    Each full one walks through all of torch's 200,000 objects, which are there to stay: together a quarter of the time
-    that torch's compiler takes to load.
+    Each full collection visits all of torch's 200,000 objects, which are never freed; this takes a quarter of the time
+    of importing torch's compiler.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -87,19 +84,20 @@ def without_collections() -> Iterator[None]:
 
 
 def check_installed(package: str, *, extra: str | None, purpose: str) -> None:
-    """Raise as `require` does if a package is missing or has a wrong version, but do not import it."""
+    """Raise the error of `require` if a package is missing or has a wrong version, without importing it."""
     if find_spec(package) is None:
         raise _missing(package, extra, purpose)
     check_version(package, extra=extra, purpose=purpose)
 
 
 def check_version(package: str, *, extra: str | None, purpose: str) -> None:
-    """Raise if a package's installed version is outside the range in instep's metadata.
+    """Raise an error if the installed version of a package is outside of the range in instep's metadata.
 
-    A package without metadata (a folder on the path, a stand-in) has no version to check.
+    A package without metadata, such as a folder on the path, is not checked.
 
     Raises:
-        MissingPackageError: the version is out of the range; the text has both, and the `pip install`.
+        MissingPackageError: the version is out of range; the message has the version, the range and the `pip install`
+            command.
     """
     found, wanted = _versions(package)
     if wanted is not None:
@@ -109,15 +107,15 @@ def check_version(package: str, *, extra: str | None, purpose: str) -> None:
 
 @cache
 def _versions(package: str) -> tuple[str, str | None]:
-    """Return a package's installed version, and the range that it violates; None if it fits."""
-    from packaging.requirements import Requirement  # imported late: 30 ms, which importing the Trainer does not pay
+    """Return the installed version of a package, and the range that it violates (None if it is in the range)."""
+    from packaging.requirements import Requirement  # imported late: takes 30 ms
     from packaging.utils import canonicalize_name
 
     name = canonicalize_name(_distribution(package))
     try:
         found = metadata.version(name)
-        # Parse the part before the marker only: packaging reads markers by `ast`, which may fail in two threads at once
-        # (cpython#106905).
+        # Parse only the part before the marker: packaging parses markers by `ast`, which may fail if two threads do it
+        # at the same time (cpython#106905).
         wanted = [Requirement(line.partition(";")[0]) for line in metadata.requires("instep") or ()]
     except metadata.PackageNotFoundError:
         return "", None
@@ -126,7 +124,7 @@ def _versions(package: str) -> tuple[str, str | None]:
 
 
 def _distribution(package: str) -> str:
-    """Return the pip name of the package that holds a module."""
+    """Return the name of the pip package that contains a module."""
     return _DISTRIBUTIONS.get(package, package)
 
 
@@ -140,17 +138,16 @@ def _install(extra: str | None, requirement: str) -> str:
 
 
 def loads(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the `__getattr__` of a package whose names load on first use.
+    """Make the `__getattr__` of a package whose names are imported when they are first used.
 
-    The package's `__init__.py` gives each name and its file once, as `from file import name as name` below `if
-    TYPE_CHECKING:`. Type checkers and this function read these lines, so instep needs its source files to run, as torch
-    does.
+    The package's `__init__.py` has a line `from file import name as name` for each name, below `if TYPE_CHECKING:`.
+    Type checkers and this function read these lines, so instep needs its source files at run time, as torch does.
 
     Args:
         package: the package's `__name__`.
 
     Returns:
-        The names that load on use, for `__all__`; the package's `__getattr__`, which imports a name once; and its
+        The public names, for `__all__`; the package's `__getattr__`, which imports a name at its first use; and its
         `__dir__`.
 
     Example:
@@ -166,10 +163,10 @@ def loads(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], l
 
     def load(name: str) -> Any:
         if name not in home:
-            # `from package import file` first asks for the name as an attribute
+            # `from package import submodule` first calls __getattr__ with the name of the submodule.
             if find_spec(f"{package}.{name}") is not None:
                 raise AttributeError(name)
-            from instep.utils.porting import no_such_name  # imported late: only an error reads these tables
+            from instep.utils.porting import no_such_name  # imported late: only for an error
 
             raise no_such_name(package, name)
         value = getattr(import_module(home[name]), name)

@@ -1,4 +1,4 @@
-"""Access of `torch.jit` to modules that have no Trainer."""
+"""`readable_by_jit`: let `torch.jit` read the properties of a TrainModule that has no Trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class _NoTrainer:
-    """Stand-in for the Trainer: `torch.jit` reads every property of a module, and some need a Trainer."""
+    """Placeholder for a module's Trainer, since `torch.jit` reads every property, and some need a Trainer."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
@@ -18,7 +18,7 @@ class _NoTrainer:
 
 @contextmanager
 def readable_by_jit(module: nn.Module) -> Iterator[None]:
-    """Allow `torch.jit` to read all attributes of a module and its submodules, also without a Trainer."""
+    """In the `with` block, let `torch.jit` read all properties of a module and its submodules without a Trainer."""
     alone: list[Any] = [part for part in module.modules() if vars(part).get("_trainer", part) is None]
     for part in alone:
         part._trainer = _NoTrainer()

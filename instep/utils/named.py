@@ -1,4 +1,4 @@
-"""Classes and functions by name: how a file stores one, and which object of this program a name means."""
+"""`Named`: the form in which a checkpoint stores a class or function, and how to find the object by its name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class Named:
-    """Name of a class or function in a checkpoint; with arguments, it stands for a `functools.partial`.
+    """A class or function in a checkpoint, stored by its name; or a `functools.partial` with its arguments.
 
     Args:
-        path: the dotted name; within `<>` where nothing is found under it, such as a lambda.
-        args: positional arguments of a partial; None: it is no partial.
+        path: dotted name; in `<>` if no object can be found by it, such as a lambda.
+        args: positional arguments of a partial; None for a class or function.
         keywords: keyword arguments of a partial.
     """
 
@@ -38,12 +38,12 @@ class Named:
 
 
 def is_code(value: Any) -> bool:
-    """Return True if a value is a class, a function or another callable that its module has by name."""
+    """Return True if a value is a class, a function, or another callable with a module and a qualified name."""
     return isinstance(value, type) or (callable(value) and isinstance(getattr(value, "__qualname__", None), str))
 
 
 def loaded(path: Any) -> Any:
-    """Return the object with this dotted path in modules that are already loaded; None if there is none."""
+    """Find an object by its dotted path in modules that are already imported; None if there is none."""
     parts = path.split(".") if isinstance(path, str) and len(path) < 1000 else []
     for split in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:split])
@@ -57,18 +57,18 @@ def loaded(path: Any) -> Any:
 
 
 def _main_name() -> str:
-    """Return the module name under which another program would import this program's main file."""
+    """Return the name by which another program would import the main file of this program."""
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     return spec.name if spec is not None else Path(file).stem if file else "__main__"
 
 
 def name_of(code: Any) -> str:
-    """Return the path by which `loaded` finds a class or function; if `loaded` cannot find it, its name in `<>`."""
+    """Return the dotted path of a class or function; in `<>` if `loaded` would not find the object by it."""
     home = getattr(code, "__module__", None) or "builtins"
     home = _main_name() if home in ("__main__", "__mp_main__") else home
     short = getattr(code, "__name__", code.__qualname__)
     own = f"{home}.{code.__qualname__}"
-    # Some functions of torch have no or a wrong `__module__`.
+    # `__module__` is missing or wrong for some functions of torch.
     places = (f"torch.nn.functional.{short}", f"torch.{short}", own)
     return next((path for path in places if loaded(path) is code), f"<{own}>")

@@ -1,8 +1,8 @@
-"""An optimizer's state keyed by parameter names, so that nothing is matched by position.
+"""Save and load an optimizer's state by parameter names, not by position.
 
-torch numbers parameters in the order in which the optimizer got them: if two layers change places in the code, they
-silently exchange their momenta. Here every entry carries the canonical name of its parameter: the name in the module,
-cleaned of wrappers, the first one when the parameter is tied. The tree is what a checkpoint stores:
+torch numbers parameters in the order in which the optimizer got them: if two layers are swapped in the code, they would
+silently swap their momenta. Here every entry has the canonical name of its parameter: the name in the module without
+wrappers, or the first name if the parameter is tied. A checkpoint stores this tree:
 
     {"optimizer": "AdamW",
      "shapes": {"fc.weight": [10, 64], ...},
@@ -28,7 +28,7 @@ from instep.errors import CheckpointError
 _MOMENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf",
 }  # fmt: skip
-# For each of torch's optimizers: the entries that its step reads from a parameter's state if there is any state.
+# For each optimizer of torch: the entries that its step needs in a parameter's state, if the state is not empty.
 _LOOKED_UP = {
     "Adadelta": {"step", "square_avg", "acc_delta"},
     "Adagrad": {"step", "sum"},
@@ -42,22 +42,22 @@ _LOOKED_UP = {
     "Rprop": {"step", "prev", "step_size"},
     "SparseAdam": {"step", "exp_avg", "exp_avg_sq"},
 }
-_WITH_OPTION = {  # further entries that the step reads if an option of the parameter's group is on
+_WITH_OPTION = {  # further entries that the step needs if an option of the parameter group is on
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
 }
-_FLOAT_BITS = 1024  # a larger integer overflows when multiplied with a float
+_FLOAT_BITS = 1024  # a larger integer cannot be converted to a float
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def clean_name(name: str, *, ddp: bool = False) -> str:
-    """Return a parameter's or buffer's name without the parts that wrappers add.
+    """Return the name of a parameter or buffer without the parts that wrappers add, such as `_orig_mod.`.
 
     Args:
-        name: a name from `named_parameters()` or `state_dict()`.
-        ddp: also drop the leading `module.` of DistributedDataParallel. Off by default, since users call their own
-            attributes `module` too.
+        name: name from `named_parameters()` or `state_dict()`.
+        ddp: whether to remove the leading `module.` of DistributedDataParallel too. False by default, since an
+            attribute of the user may be called `module`.
 
     Example:
         >>> clean_name("encoder._orig_mod.0._checkpoint_wrapped_module.weight")
@@ -71,17 +71,17 @@ def clean_name(name: str, *, ddp: bool = False) -> str:
 
 
 def names_of(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[Tensor, str]:
-    """Return the canonical name of every parameter of the module and of the optimizers.
+    """Return the canonical name (without wrappers) of every parameter of a module and of optimizers.
 
     Args:
-        module: wrapped or not.
-        optimizers: their parameters that the module does not have are named `(group,index)`.
+        module: the module, with or without wrappers.
+        optimizers: optimizers; their parameters that the module does not have get the name `(group,index)`.
 
     Returns:
-        parameter -> name. A tied parameter has the first of its names.
+        A dict from parameters to names. A tied parameter has the first of its names.
     """
     inner: nn.Module | None = module
-    while inner is not None:  # handles a compiled DDP and a DDP of a compiled module
+    while inner is not None:  # for a compiled DDP, and for a DDP of a compiled module
         module = inner
         key = "module" if isinstance(module, DataParallel | DistributedDataParallel) else "_orig_mod"
         inner = module._modules.get(key)
@@ -94,14 +94,14 @@ def names_of(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[Te
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state as a tree keyed by canonical parameter names.
+    """Return an optimizer's state as a tree with canonical parameter names.
 
     Args:
-        module: the module whose parameters it steps.
+        module: module with the optimizer's parameters.
         optimizer: any torch optimizer.
 
     Returns:
-        The tree of this file's docstring. Its tensors are the live ones, not copies.
+        The tree in this module's docstring. Its tensors are those of the optimizer, not copies.
 
     Example:
         >>> import torch
@@ -125,7 +125,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "groups": [{**group, "params": [by_index[i] for i in group["params"]]} for group in packed["param_groups"]],
     }
     common = {key: value for key, value in packed["state"].items() if key not in by_index}
-    if common:  # `common`: state that an optimizer keeps for all parameters together
+    if common:  # state of the optimizer that belongs to no single parameter
         tree["common"] = common
     return tree
 
@@ -133,24 +133,25 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def load_optimizer_state(
     module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True
 ) -> list[str]:
-    """Load the result of `optimizer_state`, matched by name.
+    """Load a result of `optimizer_state`, matched by parameter names.
 
-    The order of parameters and of groups may differ; which parameters form a group may not. State keeps its saved
-    dtype, with one exception: state that had its parameter's dtype gets that parameter's present dtype.
+    The order of parameters and of groups may differ from that of the save, but each group must have the same
+    parameters. State keeps the dtype in which it was saved, with one exception: state that had the dtype of its
+    parameter gets the parameter's current dtype.
 
     Args:
-        module: the module whose parameters the optimizer steps.
-        optimizer: freshly made, over the same parameters.
-        tree: taken over, not copied.
-        strict: False to load what fits. A group takes the settings of the saved group that all of its known parameters
-            were in, and keeps its own where there is no such group.
+        module: module with the optimizer's parameters.
+        optimizer: a new optimizer of the same parameters.
+        tree: the saved state; its tensors are used without copying.
+        strict: False: load what fits. A group gets the settings of the saved group that had all of its known
+            parameters, or keeps its own settings if there is no such group.
 
     Returns:
-        What was left out, for people; nothing where it is strict.
+        Messages about what was not loaded; empty if `strict`.
 
     Raises:
-        CheckpointError: another kind of optimizer, missing or unexpected parameters, other shapes or other groups.
-            Nothing was changed then.
+        CheckpointError: the state is of another class of optimizer, parameters are missing or unexpected, or shapes or
+            groups differ. In this case nothing was changed.
     """
     names = names_of(module, [optimizer])
     packed = optimizer.state_dict()["param_groups"]
@@ -184,20 +185,21 @@ def match_state(
     tree: Mapping[str, Any],
     strict: bool = True,
 ) -> tuple[Mapping[str, Any], list[dict[str, Any]], list[str]]:
-    """Match a saved tree to an optimizer, given its parameters' shapes and groups.
+    """Match a saved state tree to an optimizer, which is described by its parameters' shapes and its groups.
 
     Args:
-        kind: its name in checkpoints.
-        shapes: by parameter name, as in a tree.
-        groups: its own settings, with names under `params`.
-        tree: what `optimizer_state` gave.
-        strict: as in `load_optimizer_state`.
+        kind: name of the optimizer's class in checkpoints.
+        shapes: shapes of the optimizer's parameters by name.
+        groups: settings of the optimizer's groups, with parameter names under `params`.
+        tree: result of `optimizer_state`.
+        strict: whether the whole tree must fit; False: use what fits.
 
     Returns:
-        The tree or what fits of it; the settings of each group, in order; what was left out, for people.
+        The tree, or the part of it that fits; the settings to load for each group, in order; and messages about what
+        does not fit.
 
     Raises:
-        CheckpointError: as in `load_optimizer_state`.
+        CheckpointError: the tree does not fit; see `load_optimizer_state`.
     """
     left_out: list[str] = []
     settings: list[dict[str, Any]] = []
@@ -220,7 +222,7 @@ def match_state(
 
 
 def check_trees(trees: Any) -> None:
-    """Raise if a value is not a list of optimizer states; the errors are those of `check_tree`."""
+    """Raise an error if a value is not a list of valid state trees; the errors are those of `check_tree`."""
     if not isinstance(trees, list):
         raise TypeError(f"a {type(trees).__name__}, where a list of states is expected")
     for tree in trees:
@@ -228,10 +230,11 @@ def check_trees(trees: Any) -> None:
 
 
 def check_tree(tree: Mapping[str, Any]) -> None:
-    """Raise if a value is not a state tree; torch would accept it, and fail in the next step.
+    """Raise an error if a value is not a valid state tree, which torch would load and then fail in the next step.
 
     Raises:
-        TypeError: a value in it is of another kind; names it. KeyError: it lacks one.
+        TypeError: a value in the tree has a wrong type; the message names the value.
+        KeyError: a value is missing.
     """
     shapes, state, groups = tree["shapes"], tree["state"], tree["groups"]
     if not (isinstance(tree["optimizer"], str) and isinstance(shapes, dict) and isinstance(groups, list)):
@@ -268,8 +271,8 @@ def _shapes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, list
 
 
 def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any], follows: torch.dtype | None) -> None:
-    # torch casts state to the parameter's dtype (a float32 moment of a bfloat16 weight), and splits strings into
-    # characters.
+    # Set state directly where torch's load_state_dict has changed it: it casts to the parameter's dtype (a float32
+    # moment of a bfloat16 weight), and splits strings into characters.
     for key, value in saved.items():
         if isinstance(value, str):
             loaded[key] = value
@@ -282,7 +285,7 @@ def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any], follows: torch
 def _fitting(
     kind: str, shapes: Mapping[str, list[int]], tree: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the part of a tree that fits an optimizer, and the rest."""
+    """Return the part of a tree that fits an optimizer, and messages about the parts that do not fit."""
     saved = tree["shapes"]
     if tree["optimizer"] != kind:
         return {"state": {}, "groups": []}, [f"the state of {tree['optimizer']}, since this run has {kind}"]
@@ -293,14 +296,14 @@ def _fitting(
 
 
 def _home_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the saved group that held all of these parameters; none if there is no such group."""
+    """Return the settings of the saved group that had these parameters; {} if they were in several groups or none."""
     homes = [group for group in groups if not set(names).isdisjoint(group["params"])]
     return {key: value for key, value in homes[0].items() if key != "params"} if len(homes) == 1 else {}
 
 
 def _group_of(names: list[str], position: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
     wanted = set(names)
-    for group in [groups[position], *groups]:  # the group at the same position first, since several groups may be empty
+    for group in [groups[position], *groups]:  # first the group at the same position: several may be empty
         if set(group["params"]) == wanted:
             return group
     here: set[str] = next((set(group["params"]) for group in groups if wanted & set(group["params"])), set())
@@ -344,16 +347,16 @@ def _few(names: list[str]) -> str:
 
 
 def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any], owner: type | None = None) -> None:
-    """Raise if saved settings have other types than an object's own.
+    """Raise an error if saved settings have other types than an object's current settings.
 
     Args:
-        own: what the object has now.
-        saved: what it is to have; may have more, and may lack some.
-        owner: the class of an object that keeps settings as its attributes: a setting that it does not have now may
-            not take the place of one of its methods.
+        own: current settings of the object.
+        saved: saved settings; they may have more or fewer entries.
+        owner: class of an object whose settings are attributes: a saved setting that it does not have must not replace
+            a method.
 
     Raises:
-        TypeError: one is of another kind; names it.
+        TypeError: a saved setting has another type; the message names the setting.
     """
     for key, value in saved.items():
         taken = None if key in own else inspect.getattr_static(owner, str(key), None)
@@ -380,5 +383,5 @@ def _alike(own: Any, saved: Any) -> bool:
 
 
 def whole(value: Any) -> Any:
-    """Read a stored tensor; return anything else as it is."""
+    """Read a stored tensor; return any other value unchanged."""
     return value.read() if hasattr(value, "read") and not isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""When a schedule steps, changes of learning rates during a schedule, and a proxy that passes for an optimizer."""
+"""Helpers for learning-rate schedulers, changes of learning rates during a run, and a proxy class for optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from instep.errors import SettingError
 from instep.utils.optimizer_state import check_alike
 
-# Keys of an optimizer's group under which schedulers keep rates.
+# Keys of a parameter group in which schedulers store learning rates.
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
@@ -22,14 +22,14 @@ class LRSchedulerConfig:
     """A learning-rate scheduler and when it steps.
 
     Args:
-        scheduler: anything with `step`, `state_dict` and `load_state_dict`.
-        name: what LearningRateMonitor calls it.
-        interval: `step`, counted in optimizer steps, or `epoch`; by default what the scheduler's class says by an
-            attribute of this name, as those of `instep.schedules` do, else `epoch`.
-        frequency: it steps every so many intervals.
-        monitor: the logged metric that a plateau scheduler is given.
-        strict: whether a missing metric is an error, or a warning and no step.
-        reduce_on_plateau: whether it is given the metric, like `ReduceLROnPlateau`.
+        scheduler: object with `step`, `state_dict` and `load_state_dict`.
+        name: name of the rate in LearningRateMonitor.
+        interval: "step" (optimizer step) or "epoch". By default the attribute `interval` of the scheduler's class, as
+            in `instep.schedules`, else "epoch".
+        frequency: number of intervals from one step of the scheduler to the next.
+        monitor: name of the logged metric to pass to a plateau scheduler.
+        strict: True: a missing metric is an error. False: warn, and do not step the scheduler.
+        reduce_on_plateau: whether to pass the metric to `step`, as for `ReduceLROnPlateau`.
     """
 
     scheduler: Any
@@ -42,16 +42,16 @@ class LRSchedulerConfig:
 
 
 def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], lr: float | Sequence[float]) -> None:
-    """Set another learning rate in optimizers; schedules continue as if they had begun with this rate.
+    """Set new learning rates in optimizers; schedulers continue as if they had begun with these rates.
 
     Args:
-        optimizers: their groups' rates are replaced.
-        schedulers: torch's, of these optimizers.
-        lr: what would be passed to the optimizer (for OneCycleLR its `max_lr`): one for all, or one for each group of
-            all optimizers in turn.
+        optimizers: optimizers whose groups get the new rates.
+        schedulers: torch's schedulers of these optimizers.
+        lr: rate as it would be passed to the optimizer (or to OneCycleLR as `max_lr`): one for all groups, or one for
+            each group of all optimizers, in order.
 
     Raises:
-        SettingError: there are more or fewer rates than groups.
+        SettingError: the number of rates differs from the number of groups.
     """
     owners = [(optimizer, group) for optimizer in optimizers for group in range(len(optimizer.param_groups))]
     rates = [lr] * len(owners) if isinstance(lr, float | int) else list(lr)
@@ -68,14 +68,14 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
         group = optimizer.param_groups[index]
         own = [leaf for leaf in leaves if getattr(leaf, "optimizer", None) is optimizer]
         old = float(group["max_lr"] if "max_lr" in group else group.get("initial_lr", group["lr"]))
-        # A cosine schedule ends at `eta_min`, which does not scale with its first rate.
+        # `eta_min`, the last rate of a cosine schedule, does not scale with the first rate.
         floor = max((float(getattr(leaf, "eta_min", 0.0)) for leaf in own if id(leaf) in active), default=0.0)
         now = new if old == floor else floor + (float(group["lr"]) - floor) * (new - floor) / (old - floor)
         places: list[tuple[Any, Any]] = [(group, key) for key in RATES[1:] if key in group]
         for leaf in own:
             kept = (getattr(leaf, "base_lrs", None), getattr(leaf, "max_lrs", None))
             places += [(values, index) for values in kept if values is not None]
-        # Read all values before setting any: in torch 2.9 a schedule's base rate can be the same tensor as the group's
+        # Read all values before setting any: in torch 2.9 a scheduler's base rate can be the same tensor as a group's
         # rate.
         scaled = [_scaled(float(into[key]), old, new) for into, key in places]
         for (into, key), value in zip((*places, (group, "lr")), (*scaled, now), strict=True):
@@ -84,7 +84,7 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
 
 
 def note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) -> None:
-    """Make schedulers report the optimizer's present rates as their last ones."""
+    """Set the `_last_lr` of schedulers, which `get_last_lr` returns, to the current rates of their optimizers."""
     for scheduler in schedulers:
         owner = getattr(scheduler, "optimizer", None)
         if hasattr(scheduler, "_last_lr") and owner is not None and (optimizer is None or optimizer is owner):
@@ -92,22 +92,22 @@ def note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) ->
 
 
 def rates_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups' learning rates and the values that schedulers keep in the groups, for `put_rates`."""
+    """Return the learning rates in an optimizer's groups, with those that schedulers store there, for `put_rates`."""
     return [{key: _value(group[key]) for key in RATES if key in group} for group in optimizer.param_groups]
 
 
 def put_rates(optimizer: Optimizer, rates: Sequence[dict[str, Any]]) -> None:
-    """Restore the rates that `rates_of` took from an optimizer."""
+    """Restore the rates that `rates_of` returned in an optimizer."""
     for group, own in zip(optimizer.param_groups, rates, strict=True):
         for key, value in own.items():
             put_rate(group, key, value)
 
 
 def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a schedule's saved state; TypeError if another kind of schedule saved it."""
+    """Check the saved state of a scheduler and return it; raise TypeError if another class of scheduler saved it."""
     own = scheduler.state_dict()
     check_alike(own, saved, type(scheduler))
-    # SequentialLR and ChainedScheduler save their parts under this key
+    # SequentialLR and ChainedScheduler save the states of their inner schedulers under this key.
     if "_schedulers" in own and "_schedulers" in saved:
         for part, state in zip(scheduler._schedulers, saved["_schedulers"], strict=True):
             checked_schedule(part, state)
@@ -115,7 +115,7 @@ def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow_schedule(scheduler: Any) -> None:
-    """Set the present rates of a restored schedule in an optimizer that was not restored."""
+    """Set an optimizer's rates to the current ones of a restored scheduler, if the optimizer was not restored."""
     rates = getattr(scheduler, "_last_lr", None)
     base = next((leaf.base_lrs for leaf in leaves_of(scheduler) if hasattr(leaf, "base_lrs")), None)
     if rates is None:
@@ -127,7 +127,7 @@ def follow_schedule(scheduler: Any) -> None:
 
 
 def leaves_of(scheduler: Any) -> Iterator[Any]:
-    """Return the schedulers that compute rates: those inside SequentialLR and ChainedScheduler."""
+    """Yield the schedulers that compute rates: `scheduler` itself, or those in a SequentialLR or ChainedScheduler."""
     parts = getattr(scheduler, "_schedulers", None)
     if parts is None:
         yield scheduler
@@ -137,7 +137,7 @@ def leaves_of(scheduler: Any) -> Iterator[Any]:
 
 
 def active_leaves(scheduler: Any) -> Iterator[Any]:
-    """Return the leaf schedulers that are active now."""
+    """Yield those schedulers of `leaves_of` that compute the current rates: the active one of a SequentialLR."""
     milestones = getattr(scheduler, "_milestones", None)
     if milestones is None:
         yield from leaves_of(scheduler)
@@ -154,21 +154,21 @@ def _value(rate: Any) -> Any:
 
 
 def put_rate(into: Any, key: Any, value: Any) -> None:
-    """Set a rate in a group or a list, in place where it is a tensor."""
+    """Set a rate in a parameter group or a list; a tensor is changed in place."""
     current = into.get(key) if isinstance(into, dict) else into[key]
-    if isinstance(current, Tensor):  # a tensor stays on the device for captured CUDA graphs
+    if isinstance(current, Tensor):  # the same tensor, since a CUDA graph may use it
         current.fill_(value)
     else:
         into[key] = float(value)
 
 
 class OptimizerProxy:
-    """Proxy that passes for an optimizer: `isinstance(proxy, torch.optim.Adam)` holds, and attributes are forwarded.
+    """Base class of proxies for an optimizer: `isinstance(proxy, torch.optim.Adam)` is True as for the optimizer.
 
-    So a scheduler accepts the proxy or the optimizer, and code that reads `param_groups` works with both.
+    Attributes are read from the optimizer. So schedulers accept the proxy, and code that reads `param_groups` works.
 
     Args:
-        optimizer: what it stands for.
+        optimizer: the optimizer behind the proxy.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -179,7 +179,7 @@ class OptimizerProxy:
         return type(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # while the proxy is being copied, this attribute is not set yet
+        if name == "optimizer":  # while the proxy is copied, this attribute is not set yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

@@ -1,4 +1,4 @@
-"""Paths that may be URLs: `pathlib.Path("s3://b/x")` would silently mean the local folder `s3:/b/x`."""
+"""Convert text to paths, also URLs such as "s3://b/x", which `pathlib.Path` would take for a local folder."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _INSTALL = {"s3": "'instep[remote]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlf
 
 
 def local_path(value: PathLike) -> Path:
-    """Return the local path that a user's text or object means, with a leading `~` expanded."""
+    """Convert a text or path object to a local path, with a leading `~` replaced by the home folder."""
     return Path(os.path.expanduser(value))
 
 
 def to_path(value: Location, like: Any = None) -> Path:
-    """Return the path that a text or an object means.
+    """Convert a path or URL to a path object.
 
     Args:
         value: a path, a URL ("s3://bucket/run", "memory://run", "file:///data/run"), or a `upath.UPath`.
-        like: a path whose options (endpoint, credentials) hold for a URL of the same protocol too.
+        like: a path whose options (endpoint, credentials) are used for a URL of the same protocol too.
 
     Returns:
-        A `pathlib.Path` for what is on this machine (`~` is the home folder), else a `upath.UPath`, which has the same
-        interface. Its listings are never cached: other processes write there too.
+        A `pathlib.Path` for a local path (`~` is the home folder), else a `upath.UPath`, which has the same interface.
+        Its listings are not cached, since other processes may write to the same place.
 
     Raises:
-        MissingPackageError: a URL needs a package that is not installed.
-        SettingError: it is neither, or nothing serves that protocol.
+        MissingPackageError: the URL needs a package that is not installed.
+        SettingError: the value is not a path or URL, or the protocol of the URL is not supported.
 
     Example:
         >>> to_path("file:///data/run"), to_path("runs/a")
@@ -47,9 +47,9 @@ def to_path(value: Location, like: Any = None) -> Path:
             return Path(unquote(parts.path))
     elif isinstance(value, (str, os.PathLike)):
         return local_path(value)
-    elif not hasattr(value, "protocol"):  # `protocol`: only a UPath has this attribute
+    elif not hasattr(value, "protocol"):  # only a UPath has this attribute
         raise SettingError(f"{value!r} is no path. Give a text, a pathlib.Path or a URL.", got=value)
-    upath = require("upath", extra="remote", purpose=str(value))  # imported late, like fsspec: both are optional
+    upath = require("upath", extra="remote", purpose=str(value))  # imported late: optional, as is fsspec
     fsspec = require("fsspec", extra="remote", purpose=str(value))
     try:
         path = upath.UPath(value, use_listings_cache=False)

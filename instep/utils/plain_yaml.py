@@ -1,8 +1,9 @@
-"""The one reader of YAML: it checks a small text first, then returns plain values.
+"""Read YAML safely: check the size of the text first, then return plain values. All YAML in instep is read here.
 
-A few hundred bytes of YAML can stand for billions of values (aliases of aliases), nest deeper than Python's stack, or
-name classes. So this module counts the text's parser events first, which takes time in proportion to its length, and
-refuses a text that is larger than any real configuration. Any error of the YAML library becomes an error of instep.
+A few hundred bytes of YAML can expand to billions of values (aliases of aliases), be nested deeper than Python's stack
+allows, or name classes. So this module first counts the parser's events, which takes time proportional to the length of
+the text, and refuses a text with more values than any real configuration. Errors of the YAML library are converted to
+errors of instep.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from instep.utils.untrusted_files import read_regular
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 50
-MAX_ITEMS = 4_000  # items of one list or mapping; above this number, parsers take quadratic time
-MAX_VALUES = 10_000  # keys and values; those that an alias repeats count at each repetition
+MAX_ITEMS = 4_000  # most items of a list or mapping, since parsers need quadratic time
+MAX_VALUES = 10_000  # most keys and values, where those repeated by aliases count each time
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _HOW_ELSE = "Keep large values in a file of their own, which the program reads"
 
@@ -27,11 +28,11 @@ def read_text(path: Path) -> str:
     """Read the text of a configuration file.
 
     Raises:
-        SettingError: it is no regular file, has more than `MAX_BYTES`, cannot be read, or is no UTF-8.
+        SettingError: the file is not a regular file, has more than `MAX_BYTES`, cannot be read, or is not UTF-8 text.
     """
     try:
         data = read_regular(path, MAX_BYTES)
-    except (OSError, ValueError) as error:  # ValueError: the path holds a NUL character
+    except (OSError, ValueError) as error:  # ValueError: the path contains a NUL character
         why = getattr(error, "strerror", None) or error
         raise SettingError(f"the config file {str(path)!r} cannot be read: {why}", field="config") from error
     try:
@@ -41,14 +42,14 @@ def read_text(path: Path) -> str:
 
 
 def load(text: str, where: object) -> Any:
-    """Read plain values of YAML; 1e-5 is a number, as in JSON and YAML 1.2, and a date is a string.
+    """Parse YAML to plain values; 1e-5 is a number, as in JSON and YAML 1.2, and a date is a string.
 
     Args:
-        text: of one document.
-        where: it is from, for the text of errors.
+        text: text of one YAML document.
+        where: where the text is from, for error messages.
 
     Raises:
-        SettingError: it is no YAML, or more than a configuration may be.
+        SettingError: the text is not valid YAML, or has more values than a configuration may have.
 
     Example:
         >>> load("{a: 1e-5, b: [yes, 2001-01-01]}", "an example")
@@ -58,8 +59,8 @@ def load(text: str, where: object) -> Any:
 
 
 def compose(text: str, where: object) -> tuple[Any, Any]:
-    """Return the library's node tree, with line numbers, and the plain values; None for an empty text."""
-    import yaml  # imported late: not needed where there is no file
+    """Parse YAML; return the YAML library's node tree (with line numbers) and the plain values; None if empty."""
+    import yaml  # imported late: only needed for a file
 
     try:
         _check_size(text, where)
@@ -78,12 +79,12 @@ def compose(text: str, where: object) -> tuple[Any, Any]:
 
 
 def _check_size(text: str, where: object) -> None:
-    """Count the values to which a text expands, before any of them is built."""
-    import yaml  # imported late: not needed where there is no file
+    """Raise an error if a YAML text expands to too many values, before any value is made."""
+    import yaml  # imported late: only needed for a file
 
     if len(text) > MAX_BYTES:
         raise SettingError(f"{where} has more than {MAX_BYTES:,} characters. {_HOW_ELSE}.", field="config")
-    sizes: dict[str, int] = {}  # anchor -> values
+    sizes: dict[str, int] = {}  # number of values of each anchor
     open_: list[list[Any]] = [["", 0, 0, MAX_ITEMS]]  # each entry: anchor, values so far, items so far, most items
     for event in yaml.parse(text, Loader=_base()):
         line = event.start_mark.line + 1
@@ -122,8 +123,8 @@ def _check_size(text: str, where: object) -> None:
 
 
 def _base() -> Any:
-    """Return the library's loader of plain values: the C version if there is one, which is twenty times as fast."""
-    import yaml  # imported late: not needed where there is no file
+    """Return the YAML library's loader class for plain values; the one in C, if available, is 20 times as fast."""
+    import yaml  # imported late: only needed for a file
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
