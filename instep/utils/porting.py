@@ -1,9 +1,9 @@
-"""The one table of the names of other packages (Lightning, Accelerate, torchrun, DeepSpeed), and what replaces them.
+"""Tables of names in other packages (Lightning, Accelerate, torchrun, DeepSpeed) and of what replaces them in instep.
 
-Errors, `instep launch`, `instep config update` and `instep migrate` read it; entries that only `instep migrate` reads
-are in `instep/compat/tables.py`. Names of modules and classes are canonical: `lightning.callbacks.Timer` for what
-Lightning offers as `lightning.pytorch.callbacks.Timer`, `pytorch_lightning.callbacks.timer.Timer` and so on; a class or
-function is looked up by its last word.
+Error messages, `instep launch`, `instep config update` and `instep migrate` use these tables; entries that only
+`instep migrate` needs are in `instep/compat/tables.py`. Names of modules and classes are in a canonical form:
+`lightning.callbacks.Timer` stands for `lightning.pytorch.callbacks.Timer`, `pytorch_lightning.callbacks.timer.Timer`
+and so on. A class or function is looked up by the last part of its dotted name.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ _MOVED = {
 
 @cache
 def moved() -> dict[str, dict[str, str]]:
-    """Return the dotted names of instep by package ("lightning", "fabric" or "accelerate") and by name in it.
+    """Return instep's dotted names, by other package ("lightning", "fabric" or "accelerate") and the name in it.
 
-    The packages of `_ROOMS` also have names that the other package lacks. These are harmless here, since nobody looks
-    them up; the one exception is Precision, which is a plug-in in Lightning.
+    The packages in `_ROOMS` also have names that do not exist in the other package. Nobody looks these names up, so
+    they do no harm; only `Precision` is left out, since Lightning's class of this name is something else, a plug-in.
     """
     found: dict[str, dict[str, str]] = {}
     for root, rooms in _ROOMS.items():
@@ -562,7 +562,7 @@ STEP_ARGUMENTS = {
 
 
 def instead_of(owner: str, name: str) -> str | None:
-    """Return what to write in place of another package's argument; None for a name that is not in the table.
+    """Return what to write in place of another package's argument; None if the tables do not have the argument.
 
     Example:
         >>> instead_of("Trainer", "gpus")
@@ -578,7 +578,7 @@ def instead_of(owner: str, name: str) -> str | None:
 
 
 def canonical(name: str) -> str | None:
-    """Convert a dotted name of Lightning or Accelerate to its canonical form; None for any other name.
+    """Convert a dotted name of Lightning or Accelerate to its canonical form; return None for any other name.
 
     Example:
         >>> canonical("pytorch_lightning.callbacks.Timer"), canonical("lightning.LightningModule"), canonical("torch")
@@ -592,7 +592,7 @@ def canonical(name: str) -> str | None:
 
 
 def successor(name: str) -> str | None:
-    """Return instep's dotted name for a canonical name; None if there is none.
+    """Return instep's dotted name for a canonical name; None if instep has no counterpart.
 
     Example:
         >>> successor("lightning.callbacks.early_stopping.EarlyStopping")
@@ -601,12 +601,12 @@ def successor(name: str) -> str | None:
     root, _, rest = name.partition(".")
     parents, _, leaf = rest.rpartition(".")
     if leaf == "ModelSummary" and parents.startswith("utilities"):
-        leaf = "summarize"  # the callback `ModelSummary` has another place
-    return None if parents != parents.lower() else moved().get(root, {}).get(leaf)  # None for an attribute of a class
+        leaf = "summarize"  # not the callback of this name, but the class, for which instep has a function
+    return None if parents != parents.lower() else moved().get(root, {}).get(leaf)  # None for attributes of classes
 
 
 def advice(name: str) -> str:
-    """Return what to do about a canonical name that has no successor."""
+    """Return advice for a canonical name that has no counterpart in instep."""
     *parts, leaf = name.split(".")
     if ".demos" in name or ".test_utils" in name:
         return "it is of a package for demonstrations and tests: copy it, or take your own"
@@ -624,10 +624,10 @@ def advice(name: str) -> str:
 
 
 def hint_of_object(value: Any) -> str:
-    """Return what to write in place of an object or class of Lightning or Accelerate; "" for any other.
+    """Return what to write in place of an object or class of Lightning or Accelerate; "" for any other object.
 
     Args:
-        value: what was passed; an object of a class of the user's own that derives from one of theirs is one too.
+        value: the object or class that was passed. Subclasses that a user derived from their classes count too.
     """
     kind = value if isinstance(value, type) else type(value)
     for base in kind.__mro__:
@@ -649,7 +649,7 @@ OTHER_NAMES = {field: values for (owner, field), values in VALUES.items() if own
 
 
 def hint_for(name: str) -> str | None:
-    """Return the replacement of a name that instep's package lacks; None for an unknown name.
+    """Return the replacement for a name that does not exist in instep; None if no table has the name.
 
     Example:
         >>> hint_for("LightningModule")
@@ -662,13 +662,13 @@ def hint_for(name: str) -> str | None:
 
 
 def no_such_name(package: str, name: str) -> AttributeError | ImportError:
-    """Make the error for a name that a package lacks, to be raised by its `__getattr__`.
+    """Return the error for a name that a package of instep does not have, to be raised by its `__getattr__`.
 
-    If another package has such a name, the error says what replaces it. In `from package import name` Python drops the
-    text of an AttributeError, so there this function returns an ImportError.
+    If Lightning or Accelerate has the name, the message says what replaces it. In `from package import name`, Python
+    drops the message of an AttributeError, so the function returns an ImportError there.
     """
     hint = hint_for(name)
-    # the caller is importlib's `from ... import`
+    # importlib calls `__getattr__` from this function during `from ... import`
     if hint is not None and sys._getframe(2).f_code.co_name == "_handle_fromlist":
         return ImportError(f"cannot import {name!r} from {package!r}: {hint}", name=package)
     text = f"module {package!r} has no attribute {name!r}{f': {hint}' if hint else ''}"

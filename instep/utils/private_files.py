@@ -1,7 +1,7 @@
-"""Keys and secrets of one user: files that others can neither read nor change, and a MAC made with such a key.
+"""Files that only one user can read or change, and message authentication codes (MACs) made with a key in such a file.
 
-The owner of a file does not prove who wrote it, since this user may have unpacked or downloaded it. A MAC over the
-saved data does prove it. The key of the MAC is made at the first use, in the user's state folder.
+The owner of a file does not prove who wrote it, since the owner may have unpacked or downloaded it. A MAC of the saved
+data does prove it. The key for the MAC is made at the first use, in the user's state folder.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ _LEAST_BYTES = 32
 
 
 def make_key(path: Path) -> None:
-    """Make a file with a random key of 64 hexadecimal digits; an existing file is kept, also one made at this moment.
+    """Create a file with a random key of 64 hexadecimal digits; keep the file if it exists already.
+
+    If two processes do this at the same time, one of the keys is kept.
 
     Args:
-        path: of the file, in a folder that exists.
+        path: path of the file; the folder must exist.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     if not path.exists():
         create_exclusive(path, secrets.token_hex(32).encode(), mode=0o600)
@@ -42,11 +44,11 @@ def read_private(path: Path) -> bytes:
     """Read the first 4096 bytes of a file that only this user or root can reach.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        PermissionError: others can read or change it.
-        OSError: it cannot be read, or is no regular file.
+        PermissionError: other users can read or change the file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     with open_regular(path) as file:
         state = os.fstat(file.fileno())
@@ -58,42 +60,42 @@ def read_private(path: Path) -> bytes:
 
 
 def mark(value: Any) -> str | None:
-    """Compute this user's MAC of JSON values; None if no key can be kept.
+    """Compute this user's MAC of JSON values; return None if the user's key cannot be stored or read.
 
     Args:
-        value: what is marked.
+        value: the JSON values.
     """
     key = _key(make=True)
     return None if key is None else _mac(key, value)
 
 
 def is_own(value: Any, given: Any) -> bool:
-    """Return whether this user made the given MAC of these values.
+    """Return True if a MAC of JSON values was made by this user.
 
     Args:
-        value: what was marked.
-        given: the mark that stands beside it.
+        value: the JSON values.
+        given: the MAC that was stored with the values.
     """
     key = _key(make=False)
     return key is not None and isinstance(given, str) and hmac.compare_digest(_mac(key, value).encode(), given.encode())
 
 
 class Seal:
-    """Maker of this user's MACs of many pieces of data; it reads the key once.
+    """Computes and checks this user's MACs for many pieces of data, and reads the key only once.
 
     Args:
-        about: what the data belong to; a mark is of no use with another one.
+        about: text that goes into every MAC, such as what the data belong to; a MAC made with another text is wrong.
     """
 
     def __init__(self, about: str) -> None:
         self.about = about
         key = _key(make=True)
-        # Keyed BLAKE2 is a MAC and takes a fourth of the time of HMAC, which matters when a full queue is marked at
-        # once.
+        # Keyed BLAKE2 is a MAC, and takes a quarter of the time of HMAC, which matters when the MACs of a full queue
+        # are computed at once.
         self._begun = None if key is None else hashlib.blake2b(f"{about}\n".encode(), key=key[:64], digest_size=16)
 
     def mark(self, data: bytes) -> str:
-        """Compute the MAC of a piece of data; "" if no key can be kept."""
+        """Compute the MAC of a piece of data; return "" if the user's key cannot be stored or read."""
         if self._begun is None:
             return ""
         mark = self._begun.copy()
@@ -101,7 +103,7 @@ class Seal:
         return mark.hexdigest()
 
     def is_own(self, data: bytes, given: str) -> bool:
-        """Return True if this user made the given MAC of a piece of data."""
+        """Return True if a MAC of a piece of data was made by this user."""
         return self._begun is not None and hmac.compare_digest(self.mark(data).encode(), given.encode())
 
 

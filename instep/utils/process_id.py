@@ -1,4 +1,4 @@
-"""Names of processes, used for temporary folders, and whether such a process has ended."""
+"""Unique names for processes, used in the names of temporary folders, and a check whether a named process has ended."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _UNKNOWN = "00000000"  # boot id of a system that has no /proc or hides other us
 
 
 def this_process() -> str:
-    """Return a name of this process that no other one gets: host, process id, and a digest of boot and start time."""
+    """Return a unique name of this process, made of host, process id, and a digest of boot id and start time."""
     pid = os.getpid()
     return f"{_host()}-{pid}-{_life(pid)}"
 
 
 def is_gone(owner: str) -> bool | None:
-    """Return whether a process named by `this_process` has ended; None if it runs on another host or is hidden."""
+    """Return True if a process has ended, by its name from `this_process`; None if this host cannot know."""
     match = _PATTERN.fullmatch(owner)
     if match is None or match["host"] != _host():
         return None
@@ -30,27 +30,27 @@ def is_gone(owner: str) -> bool | None:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # PermissionError: the process runs, as another user
+        pass  # PermissionError: the process is alive, and belongs to another user
     life = _life(pid)
-    if life != match["life"]:  # another process has got the same id; ids of containers start with the same numbers
+    if life != match["life"]:  # another process has the same id now; in each container the ids start at 1 again
         return None if life == _UNKNOWN else True
     return state_of(pid) in ("Z", "X")
 
 
 def _host() -> str:
-    """Return the host's name and a digest of its boot and process namespace, since two containers may share a name."""
+    """Return the host name with a digest of boot id and process namespace, since containers may have the same name."""
     name = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:31] or "host"
     try:
         ids = f"{_boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # this system is not Linux
+    except OSError:  # the system is not Linux
         return name
     return f"{name}_{_digest(ids)}"
 
 
 def state_of(pid: int) -> str:
-    """Read the kernel's state letter of a process, as in `ps`; "" if the process is gone or unknown.
+    """Return the state letter that the kernel has for a process, as `ps` shows it; "" if there is no such process.
 
-    T: stopped. Z and X: ended, but the parent process has not yet read the exit status.
+    "T": stopped. "Z" and "X": ended, but the parent process has not yet read the exit status.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -67,10 +67,10 @@ def _digest(text: str) -> str:
 
 
 def _life(pid: int) -> str:
-    """Return a digest that differs between two processes with the same id, if the system gives their start times."""
+    """Return a digest that differs between two processes with the same id, if the system tells their start times."""
     try:
         boot = _boot_id()
-        # Field 22 is the start in clock ticks since boot; the name in field 2 may hold spaces and brackets.
+        # Field 22 is the start time in clock ticks since boot; the name in field 2 may have spaces and brackets.
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return _UNKNOWN

@@ -1,7 +1,7 @@
-"""lightning-utilities' functions that act on rank 0 alone; the rank comes from instep.
+"""Functions of lightning-utilities that do something on rank 0 only; instep tells them the rank.
 
-Before the process state exists, the launcher's environment says which rank this is. The rank is looked up at each call,
-so that a function decorated before a fork is right in every rank.
+The rank comes from the process state, and before that exists from the launcher's environment variables. It is looked up
+at each call, so a function that was decorated before a fork uses the right rank in each process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_z
 
 
 class _RankZeroOnly:
-    """Decorator of a function that runs on rank 0 only.
+    """Decorator that makes a function run on rank 0 only.
 
     Example:
         >>> @rank_zero_only
@@ -39,8 +39,8 @@ class _RankZeroOnly:
         """Decorate a function.
 
         Args:
-            function: what rank 0 runs.
-            default: what the other ranks return.
+            function: function that rank 0 runs.
+            default: value that the function returns on the other ranks.
         """
 
         @wraps(function)
@@ -54,11 +54,12 @@ rank_zero_only = _RankZeroOnly()
 
 
 def rank_zero_warn(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Warn on rank 0 alone.
+    """Give a warning on rank 0 only.
 
     Args:
-        message, kwargs: as for `warnings.warn`.
-        stacklevel: 2 names the line of this call in the warning, 3 the line of the call around it, and so on.
+        message, kwargs: arguments of `warnings.warn`.
+        stacklevel: line that the warning shows. 2: the line that calls this function; 3: the line that calls the
+            function around that line, and so on.
 
     Example:
         >>> import warnings
@@ -72,10 +73,10 @@ def rank_zero_warn(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Warn of something deprecated on rank 0 alone.
+    """Give a DeprecationWarning on rank 0 only.
 
     Args:
-        message, stacklevel, kwargs: as for `rank_zero_warn`; the category is `DeprecationWarning`.
+        message, stacklevel, kwargs: as in `rank_zero_warn`.
 
     Example:
         >>> import warnings
@@ -89,14 +90,15 @@ def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs:
 
 
 def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Log a message at INFO on rank 0, by lightning-utilities' logger; print it if logging is not set up.
+    """Log a message of level INFO on rank 0 only, with lightning-utilities' logger; print it if logging has no handler.
 
-    The message appears whatever the root logger's level is, as with Lightning. To turn it off, set the level of a
-    logger below the root: `logging.getLogger("lightning_utilities").setLevel(logging.WARNING)`.
+    As with Lightning, the level of the root logger does not matter. To turn the messages off, set the level of another
+    logger: `logging.getLogger("lightning_utilities").setLevel(logging.WARNING)`.
 
     Args:
-        message, args, kwargs: as for `logging.info`.
-        stacklevel: 2 names the line of this call in the record, 3 the line of the call around it, and so on.
+        message, args, kwargs: arguments of `logging.info`.
+        stacklevel: line that the record has. 2: the line that calls this function; 3: the line that calls the function
+            around that line, and so on.
 
     Example:
         >>> rank_zero_info("training on %d samples", 1797)
@@ -112,11 +114,11 @@ def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: A
 
 
 def rank_zero_debug(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Log a message of level DEBUG on rank 0 alone, by lightning-utilities' logger.
+    """Log a message of level DEBUG on rank 0 only, with lightning-utilities' logger.
 
     Args:
-        message, args, kwargs: as for `logging.debug`.
-        stacklevel: 2 names the line of this call in the record, 3 the line of the call around it, and so on.
+        message, args, kwargs: arguments of `logging.debug`.
+        stacklevel: as in `rank_zero_info`.
 
     Example:
         >>> rank_zero_debug("batch %d has %d tokens", 3, 512)
@@ -125,7 +127,7 @@ def rank_zero_debug(message: object, *args: Any, stacklevel: int = 2, **kwargs: 
 
 
 def _let_infos_through(log: logging.Logger) -> None:
-    """Set the logger's level to INFO, unless it or a parent other than the root already has a level."""
+    """Set a logger's level to INFO, unless the logger or a parent below the root logger has a level already."""
     above: logging.Logger | None = log
     while above is not None and above.parent is not None:
         if above.level != logging.NOTSET:
@@ -134,14 +136,14 @@ def _let_infos_through(log: logging.Logger) -> None:
     log.setLevel(logging.INFO)
 
 
-_INNER = 3  # frames of lightning-utilities between these functions and `warnings.warn`
+_INNER = 3  # number of frames of lightning-utilities between these functions and `warnings.warn`
 
 
 def _library() -> Any:
-    """Return lightning-utilities' module after setting its rank to this process's."""
-    from lightning_utilities.core import rank_zero  # imported late: 40 ms, which importing the Trainer does not pay
+    """Return the module `rank_zero` of lightning-utilities, with the rank of this process set in it."""
+    from lightning_utilities.core import rank_zero  # imported late: it takes 40 ms, and few programs use it
 
-    from instep.state import process, read_environment  # imported late: loads torch
+    from instep.state import process, read_environment  # imported late: it imports torch
 
     place = process.held().environment if process.is_held() else read_environment()
     rank_zero.rank_zero_only.rank = place.rank  # pyright: ignore[reportFunctionMemberAccess]

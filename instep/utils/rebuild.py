@@ -1,10 +1,10 @@
-"""Arguments of a module, built from a checkpoint's plain values and names of classes and functions.
+"""Build the arguments of a module from a checkpoint, which has plain values and names of classes and functions.
 
-A checkpoint is not trusted and must not run code. So strings are not parsed as code or configuration, and nothing is
-imported. A name in the file may stand for a class; an object of this class is built only if it is a module, optimizer
-or scheduler that the program has already imported and that the argument's type allows. The types also decide which
-values become a dataclass, an enum's member, a path, or one of torch's dtypes and devices. Any other value is an error
-that names the argument, and the program has to pass it.
+A checkpoint is not trusted, and must not be able to run code. So strings are not parsed as code or configuration, and
+nothing is imported. If the checkpoint names a class, an object is built only if the class is a module, optimizer or
+scheduler that the program has imported already and that the type of the argument allows. The types of the arguments
+also decide which values become a dataclass, an enum member, a path, a torch dtype or a torch device. Any other value
+is an error: the message has the name of the argument, which the program then has to pass itself.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _FUNCTIONS = ("torch.nn.functional", "torch.nn.init")
 def cannot_make(
     cls: type, path: Any, saved: Mapping[str, Any], arguments: Mapping[str, Any], error: TypeError
 ) -> CheckpointError:
-    """Make the error for a class that does not accept its arguments.
+    """Return the error for a class that does not accept its arguments.
 
     Args:
         cls: the class.
-        path: the checkpoint.
-        saved: its hyperparameters.
-        arguments: the program's own arguments.
-        error: what the class raised.
+        path: path of the checkpoint.
+        saved: hyperparameters in the checkpoint.
+        arguments: arguments that the program passed.
+        error: error that the class raised.
     """
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -98,7 +98,7 @@ def cannot_make(
 
 
 def _refused(what: Any, key: str) -> CheckpointError:
-    """Make the error for an argument that a checkpoint must not give."""
+    """Return the error for an argument with a value that a checkpoint is not allowed to give."""
     return CheckpointError(
         f"the checkpoint's {key} is a {_short(what)}. Only modules, optimizers and schedulers that the program has "
         "imported, and functions of torch and of the module's own file, are taken from a checkpoint, where the "
@@ -111,14 +111,14 @@ def _pass(key: str) -> str:
 
 
 def _short(what: Any) -> str:
-    """Cut a text, or a value's representation, to a length for an error."""
+    """Return a text, or the `repr` of a value, cut to a length that fits into an error message."""
     text = what if isinstance(what, str) else repr(what)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 @contextmanager
 def _making(what: str, how: str) -> Iterator[None]:
-    """Turn errors that constructors raise for saved values into errors of the checkpoint."""
+    """Raise a CheckpointError in place of an error that a constructor raises inside the block."""
     try:
         yield
     except (CheckpointError, Unfit):
@@ -131,15 +131,15 @@ def _making(what: str, how: str) -> Iterator[None]:
 
 
 def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> T:
-    """Build an object of a class, or of the subclass that was configured.
+    """Build an object of a class, or of the subclass that the configuration chose.
 
     Args:
-        cls: what `load_from_checkpoint` was called on.
-        saved: the hyperparameters, with the path of the configured class.
-        arguments: what takes the place of saved values. They are the program's, and stay as they are.
+        cls: class whose `load_from_checkpoint` was called.
+        saved: hyperparameters in the checkpoint, with the path of the configured class.
+        arguments: values that the program passed, which replace saved values and are used unchanged.
 
     Raises:
-        CheckpointError: a value does not fit, or names a class that it may not.
+        CheckpointError: a saved value does not fit the type of its argument, or names a class that is not allowed.
     """
     built = configured_class(cls, saved)
     parameters = inspect.signature(built.__init__).parameters
@@ -155,7 +155,7 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
 
 
 def configured_class(cls: type[T], saved: Mapping[str, Any]) -> type[T]:
-    """Return the configured class if it is loaded and a subclass of `cls`; else `cls`."""
+    """Return the configured class if the program has imported it and it is a subclass of `cls`; otherwise `cls`."""
     try:
         own = _allowed_class(saved[CLASS_PATH], "module")
     except CheckpointError:
@@ -167,11 +167,12 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Build the arguments of a module from its hyperparameters.
 
     Args:
-        cls: the module's class, or a base of the one that was configured.
-        saved: the hyperparameters, with the path of the configured class.
+        cls: class of the module, or a base class of the configured class.
+        saved: hyperparameters in the checkpoint, with the path of the configured class.
 
     Raises:
-        CheckpointError: one of them does not fit, or names a class or a function that a checkpoint may not.
+        CheckpointError: a saved value does not fit the type of its argument, or names a class or function that is not
+            allowed.
     """
     values = {key: value for key, value in saved.items() if key != CLASS_PATH}
     built = configured_class(cls, saved)
@@ -179,17 +180,18 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) -> dict[str, Any]:
-    """Build the arguments of a class that were saved as plain values or names; leave the other arguments.
+    """Return the arguments of a class, with objects built from those that were saved as plain values or names.
 
     Args:
-        cls: whose arguments; their annotations say which objects: dataclasses and Namespaces. Where they say another
-            kind of object that is saved as plain values, the program has to pass it.
-        saved: the arguments.
-        of_json: they come from JSON, which has no tuples, paths and members of enums: these are built too, where the
-            annotation says so.
+        cls: the class. The annotations of its arguments say what is built: dataclasses and Namespaces. Objects of other
+            classes that are saved as plain values have to be passed by the program.
+        saved: the saved arguments.
+        of_json: whether the arguments come from JSON, which has no tuples, paths and enum members: these are built
+            too, where the annotation has them.
 
     Raises:
-        CheckpointError: a value does not fit its type, or a class or function is none that may be found again.
+        CheckpointError: a value does not fit the type of its argument, or names a class or function that is not
+            allowed.
     """
     hints, built = _hints(cls), with_code(cls, saved)
     for name, value in list(built.items()):
@@ -200,33 +202,33 @@ def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) 
 
 
 def _is_not_in_json(hint: Any) -> bool:
-    """Return True if a type includes one that JSON lacks, stored as a string, a number or a list."""
+    """Return True if a type contains a type that JSON does not have and stores as a string, a number or a list."""
     kinds = (tuple, set, frozenset, Enum, PurePath, torch.dtype, torch.device)
     return any(_is_class(kind) and issubclass(kind, kinds) for kind in _within(hint, {}))
 
 
 def _was_object(value: Any, hint: Any) -> bool:
-    """Return True if a value may be the saved form of an object of a class in the type."""
+    """Return True if a value may be the saved form of an object, by the type of its argument."""
     kinds = [kind for kind in _within(hint, {}) if _is_class(kind)]
-    was_one = _is_of_package if isinstance(value, str) else _is_saved_as_plain  # a string may be a pydantic URL
+    was_one = _is_of_package if isinstance(value, str) else _is_saved_as_plain  # the string may be a URL of pydantic
     return isinstance(value, str | dict | list | tuple) and any(map(was_one, kinds))
 
 
 def _is_saved_as_plain(kind: type) -> bool:
-    """Return True for classes of which a checkpoint holds the entries but not the class name."""
+    """Return True for a class whose objects are saved as plain values, without the name of the class."""
     of_dict = issubclass(kind, abc.Mapping) and not typing.is_typeddict(kind) and _MAPPINGS.get(kind) is not dict
     of_fields = is_dataclass(kind) or issubclass(kind, Namespace) or hasattr(kind, "_fields")
     return of_dict or of_fields or _is_of_package(kind)
 
 
 def _is_of_package(kind: type) -> bool:
-    """Return True for kinds of pydantic and OmegaConf, which are saved as plain values.
+    """Return True for classes of pydantic and OmegaConf, whose objects are saved as plain values.
 
-    Objects of these classes are never built from a checkpoint, since building one may import what a text says, or read
-    the environment.
+    Their objects are never built from a checkpoint, since that may import a module named in a text, or read environment
+    variables.
     """
     homes = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    # pydantic's dataclasses have an attribute with such a name
+    # dataclasses of pydantic have attributes whose names begin so
     of_pydantic = any(name.startswith("__pydantic") for name in dir(kind))
     return of_pydantic or not homes.isdisjoint(("omegaconf", "pydantic", "pydantic_core"))
 
@@ -235,7 +237,7 @@ def _is_of_package(kind: type) -> bool:
 
 
 def _allowed_class(path: Any, key: str) -> type:
-    """Find a class that a checkpoint may build objects of."""
+    """Return a class by its dotted path, if a checkpoint may build objects of this class."""
     found = loaded(path)
     if found is None:
         raise _not_imported(path, key)
@@ -257,7 +259,7 @@ def _is_of_kinds(found: type) -> bool:
 
 
 def _is_allowed_function(found: Any, name: str, owner: type | None) -> bool:
-    """Return True for functions of torch that only compute, and for functions in the file of `owner`."""
+    """Return True for functions of torch that only compute, and for functions in the file of the class `owner`."""
     if name.startswith("_"):
         return False
     if isinstance(found, FunctionType):
@@ -269,15 +271,16 @@ def _is_allowed_function(found: Any, name: str, owner: type | None) -> bool:
 
 
 def with_code(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the classes and functions among a class's arguments that were saved as `Named`; keep the other arguments.
+    """Return the arguments of a class, with classes and functions in place of the names that stand for them (`Named`).
 
-    The search covers the argument's annotation and default, the classes that a checkpoint may build objects of,
-    functions of torch, and functions in the file of the class. A partial is built from what is found, which calls
-    nothing. A partial of a function in the file must stand in the annotation or default, since it would be called with
-    values of the checkpoint.
+    A name may stand for a class or function in the annotation or default of the argument, for a class that a checkpoint
+    may build objects of, for a function of torch, or for a function in the file of the class. A saved
+    `functools.partial` is built again, which does not call the function. But the function would later be called with
+    values from the checkpoint, so a function in the file of the class is allowed in a partial only if the annotation
+    or default has it.
 
     Raises:
-        CheckpointError: one is nothing of this.
+        CheckpointError: a name stands for something else.
     """
     hints, found = _hints(cls), {}
     for name, value in saved.items():
@@ -287,7 +290,7 @@ def with_code(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Code:
-    """Finder of the classes and functions that an argument's values name."""
+    """Finds the classes and functions that are named in the value of an argument."""
 
     def __init__(self, hint: Any, defaults: list[Any], key: str, owner: type) -> None:
         self.hint, self.defaults, self.key, self.owner = hint, defaults, key, owner
@@ -318,7 +321,7 @@ class _Code:
 
     @functools.cached_property
     def said(self) -> tuple[list[Any], list[type]]:
-        """Values that the class's annotation allows for the argument, and classes whose subclasses it allows."""
+        """Values that annotation and default of the argument allow, and base classes whose subclasses are allowed."""
         given, bases = [*_code_in(self.defaults)], []
         for hint in _within(self.hint, {}):
             origin, inner = get_origin(hint), get_args(hint)
@@ -330,10 +333,10 @@ class _Code:
 
 
 def _is_below(found: type, base: type) -> bool:
-    """Return True if a class derives from a base that a program or package has made to be subclassed.
+    """Return True if a class is a subclass of a base class that a program or package made for this purpose.
 
-    False for Python's own base classes, which have subclasses for every purpose. For a base in torch, the class must be
-    in the same folder of torch.
+    Base classes of Python itself do not count, since their subclasses may do anything. For a base class of torch, the
+    class must be in the same folder of torch.
     """
     package = base.__module__.partition(".")[0]
     near = found.__module__.rpartition(".")[0] == base.__module__.rpartition(".")[0]
@@ -345,7 +348,7 @@ def _is_below(found: type, base: type) -> bool:
 
 
 def _code_in(value: Any) -> Iterator[Any]:
-    """Yield the classes and functions in partials and in plain containers, dict keys included."""
+    """Yield the classes and functions in a value: inside partials, containers and keys of dicts."""
     if isinstance(value, functools.partial):
         yield from (*_code_in(value.func), *_code_in(value.args), *_code_in(value.keywords))
     elif is_code(value):
@@ -362,11 +365,11 @@ def _code_in(value: Any) -> Iterator[Any]:
 
 
 class Unfit(ValueError):
-    """Error of a value that does not fit its argument's type."""
+    """Raised when a value does not fit the type of its argument."""
 
 
 class Building:
-    """Builder of arguments from a checkpoint's values, by the types of the parameters."""
+    """Builds arguments from the values in a checkpoint, by the types of the parameters."""
 
     def text(self, text: str) -> Any:
         return text
@@ -402,12 +405,12 @@ class Building:
         """Build a value by the type of its argument.
 
         Raises:
-            Unfit: it is not of this type.
-            CheckpointError: it names what a checkpoint may not.
+            Unfit: the value does not fit the type.
+            CheckpointError: the value names a class or function that is not allowed.
         """
         hint, origin = _bare(hint)
         if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
-            # checked also if the value stays a mapping, since modules build objects from such mappings
+            # also checked if the value stays a mapping, since the module may build an object from it
             _allowed_class(value["class_path"], key)
         if origin in (Union, UnionType):
             return self.one_of(value, get_args(hint), key, owner)
@@ -417,7 +420,7 @@ class Building:
             return _same((type(value), value) in [(type(choice), choice) for choice in get_args(hint)], value)
         if hint in _OPEN or not isinstance(origin, type):
             return self.open(value, key, owner)
-        # the only values of a checkpoint that are not plain are tensors, sets and enum members
+        # a value that is not plain is a tensor, a set or an enum member: a checkpoint has no others
         if not isinstance(value, _PLAIN):
             return self.anything(value)
         if origin is abc.Callable or getattr(origin, "_is_protocol", False):
@@ -431,7 +434,7 @@ class Building:
         return self.leaf(value, origin)
 
     def open(self, value: Any, key: str, owner: type) -> Any:
-        """Build a value of unknown type: mappings of objects are built, and strings are not interpreted."""
+        """Build a value of unknown type: a mapping with a class path becomes an object, and a string stays a string."""
         if isinstance(value, Mapping):
             if isinstance(value.get("class_path"), str) and value.keys() <= _SPEC:
                 named = _allowed_class(value["class_path"], key)
@@ -443,7 +446,7 @@ class Building:
         return value
 
     def one_of(self, value: Any, hints: tuple[Any, ...], key: str, owner: type) -> Any:
-        """Build a value as the first type that it fits; a string stays a string if strings are allowed."""
+        """Build a value by the first type of a union that it fits; a string stays a string if the union has `str`."""
         error: CheckpointError | None = None
         text = isinstance(value, str)
         fitting = [hint for hint in hints if not (text and str in hints and hint in (bool, int, float, complex))]
@@ -464,14 +467,14 @@ class Building:
         return self.arguments({**parts[0], **parts[1]}, named, key)
 
     def spec(self, value: Mapping[str, Any], base: type, key: str) -> Any:
-        """Build an object of a subclass of its argument's type."""
+        """Build an object from a mapping with the path of its class, which must be a subclass of `base`."""
         named = _allowed_class(value["class_path"], key)
         if not issubclass(named, base):
             raise _refused(f"{value['class_path']}, which is no {base.__name__}", key)
         return self.made(named, self.spec_arguments(value, named, key), partly=False)
 
     def function(self, value: Any, hint: Any, key: str, owner: type) -> Any:
-        """Find a function, build a callable object, or bind some arguments of a class."""
+        """Build a callable: find a function, build a callable object, or make a partial of a class."""
         if isinstance(value, str):
             found = loaded(value)
             if _is_allowed_function(found, value.rpartition(".")[2], owner):
@@ -514,17 +517,18 @@ class Building:
         return self.structure(origin, self.arguments(value, origin, key))
 
     def leaf(self, value: Any, kind: type) -> Any:
-        """Build a number, a string, or a value that is written as one of these."""
+        """Build a number, a string, or an object that is saved as a number or string, such as an enum member."""
         if kind is str:
             return self.text(_same(isinstance(value, str), value))
         if issubclass(kind, Enum):
             found = [member for name, member in kind.__members__.items() if value in (name, member.value)]
-            _same(bool(found) and all(member is found[0] for member in found), value)  # no other one's value or name
+            # the value must not be the name of one member and the value of another
+            _same(bool(found) and all(member is found[0] for member in found), value)
             return found[0]
         try:
             if kind in (int, float, complex) and not isinstance(value, bool):
                 return kind(_same(kind is not int or not isinstance(value, float), value))
-            # A path class of another package may import modules and connect to servers that the text names.
+            # a path class of another package could import a module or connect to a server that the text names
             if kind is torch.device or (issubclass(kind, PurePath) and kind.__module__.partition(".")[0] == "pathlib"):
                 return kind(_same(isinstance(value, str), value))
         except (ArithmeticError, RuntimeError, ValueError) as error:
@@ -556,7 +560,7 @@ def _is_class(kind: Any) -> TypeGuard[type]:
 
 
 def _bare(hint: Any) -> tuple[Any, Any]:
-    """Return a type without annotations, and its origin, or itself."""
+    """Return a type without `Annotated` or an alias, and its origin; a type that has no origin is its own."""
     while True:
         if get_origin(hint) is Annotated:
             hint = get_args(hint)[0]
@@ -569,7 +573,7 @@ def _bare(hint: Any) -> tuple[Any, Any]:
 
 
 def _within(hint: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """Yield a type and all types inside it: its arguments, and those of its fields."""
+    """Yield a type and all types inside it, such as its arguments and the types of a dataclass's fields."""
     if id(hint) in seen:
         return
     seen[id(hint)] = hint
@@ -581,7 +585,7 @@ def _within(hint: Any, seen: dict[int, Any]) -> Iterator[Any]:
 
 
 def _constructors(cls: type) -> list[FunctionType]:
-    """List the `__init__` of a class and of its bases, the class's own last."""
+    """Return the `__init__` functions of the base classes of a class and of the class itself, which comes last."""
     return [init for base in reversed(cls.__mro__) if inspect.isfunction(init := vars(base).get("__init__"))]
 
 
@@ -591,7 +595,7 @@ def _parameters(cls: type) -> Iterator[inspect.Parameter]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """Read the argument types of a class and its bases; a type that cannot be resolved is `Any`."""
+    """Return the types of the arguments of a class and its base classes; `Any` for a type that cannot be resolved."""
     hints: dict[str, Any] = {}
     for init in _constructors(cls):
         for name, parameter in inspect.signature(init).parameters.items():
@@ -600,7 +604,7 @@ def _hints(cls: type) -> dict[str, Any]:
                 known = default is not parameter.empty and default is not None
                 hints[name] = Union[type(default), Any] if known else Any  # noqa: UP007  `type | Any` is an error in 3.10
                 continue
-            # each hint is resolved alone, since one may need a name that is imported for type checkers only
+            # each type is resolved alone, since resolving fails for names that are imported for type checkers only
             alone = SimpleNamespace(__annotations__={name: hint})
             try:
                 hints[name] = typing.get_type_hints(alone, init.__globals__, include_extras=True)[name]
@@ -613,7 +617,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def means_the_same(saved: Any, now: Any) -> bool:
-    """Return True if two hyperparameters are equal; a class may have several names, such as torch.optim.Adam."""
+    """Return True if two hyperparameters are equal; different dotted names of the same class count as equal."""
     saved, now = _of_no_arguments(saved), _of_no_arguments(now)
     if isinstance(saved, Named | str) and isinstance(now, Named | str):
         one, other = (value if isinstance(value, Named) else Named(value) for value in (saved, now))
@@ -625,14 +629,14 @@ def means_the_same(saved: Any, now: Any) -> bool:
         return len(saved) == len(now) and all(map(means_the_same, saved, now))
     if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
         return saved.dtype == now.dtype and torch.equal(saved.cpu(), now.cpu())
-    with suppress(Exception):  # comparing arrays gives no bool, and a user's objects may raise
+    with suppress(Exception):  # comparing arrays does not return a bool, and comparing a user's objects may raise
         if saved == now:
             return True
     return repr(saved) == repr(now)
 
 
 def _of_no_arguments(value: Any) -> Any:
-    """Return the short form of a configured object that has no arguments."""
+    """Return a configured object without `init_args` and `dict_kwargs` where these are empty."""
     if isinstance(value, Mapping) and "class_path" in value:
         return {key: inner for key, inner in value.items() if inner or key not in ("init_args", "dict_kwargs")}
     return value

@@ -1,4 +1,4 @@
-"""Hiding of secrets in what is kept, shown or sent: values of variables and options whose names look secret."""
+"""Hide secrets before something is stored, shown or sent: values of variables and options with names like "TOKEN"."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "***"
-_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # matches the name of a variable or setting
-# In an option's name it must be a word of its own: --tokenizer and --num_tokens are no secrets.
+_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # for names of variables and settings
+# in the name of an option the word must stand alone: --tokenizer and --num_tokens are no secrets
 _WORD = (
     r"(?<![a-z])(?:(?:api|access|secret|private|auth)?(?:key|token)|secret|pass|passwd|password|passphrase|pwd"
     r"|credentials?)(?![a-z])"
 )
 _OPTION = re.compile(rf"(?i)(?=.*{_WORD})(?!.*(?:file|path|dir|folder)$)[-+~\w.:/\[\]]+")
-# matches inside JSON, or a URL's query
+# matches secrets inside JSON or in the query of a URL
 _INSIDE = re.compile(rf"""(?i)({_WORD}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^"',}}\s&]+)""")
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-# Keys that services issue, recognized by their prefix.
+# matches keys that services issue, by their prefixes
 _ISSUED = re.compile(r"\b(?:sk-|gh[a-z]_|github_pat_|hf_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{12,}")
 
 
 def hide(value: Any) -> Any:
-    """Hide the secrets in a setting's value; the name of a mapping's entry decides whether it is hidden.
+    """Return the value of a setting with "***" in place of secrets: entries of mappings whose key looks secret.
 
     Example:
         >>> hide({"WANDB_API_KEY": "abc", "NCCL_DEBUG": "INFO"})
@@ -36,16 +36,17 @@ def hide(value: Any) -> Any:
 
 
 def hide_arguments(words: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Hide the secrets in the words of a command line.
+    """Return the words of a command line with "***" in place of secrets.
 
-    Hidden are the values of options whose names say so (`--api-key VALUE`, `--wandb.token=VALUE`, `password=VALUE`),
-    the same within JSON and URLs, and what looks like a key that a service has issued. A number is shown.
+    Hidden are the values of options whose name looks secret (`--api-key VALUE`, `--wandb.token=VALUE`,
+    `password=VALUE`), such values inside JSON and URLs, and words that look like a key that a service has issued.
+    Short numbers are shown.
 
     Args:
-        words: the command line.
+        words: the words of the command line.
 
     Returns:
-        The words, and the names of the options that lack something.
+        The words, and the names of the options whose values were hidden.
 
     Example:
         >>> hide_arguments(["train.py", "--lr", "0.1", "--api-key", "abc"])
@@ -53,7 +54,7 @@ def hide_arguments(words: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ..
     """
     shown: list[str] = []
     left_out: list[str] = []
-    option = ""  # the option whose value is the next word
+    option = ""  # name of the option whose value is the next word
     for word in words:
         name, equals, value = word.partition("=")
         if option and not word.startswith("--"):
@@ -76,4 +77,4 @@ def _is_number(text: str) -> bool:
         float(text)
     except ValueError:
         return text.lower() in ("true", "false", "none", "null")
-    return len(text) < 8  # False for a longer number, which may be a password
+    return len(text) < 8  # a longer number may be a password

@@ -1,4 +1,4 @@
-"""Seeding, and the state of every random generator of this process."""
+"""`seed_everything` and functions that save and restore the state of every random generator of this process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from instep.errors import CorruptCheckpointError, SettingError
 
 _others: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {}
 
-_WORDS = 624  # words in the state of a Mersenne Twister
-# layout of torch's state: seed, words left, whether it was seeded, index of the next word
+_WORDS = 624  # number of words in the state of a Mersenne Twister
+# layout of the head of torch's state: seed, number of words left, whether it was seeded, index of the next word
 _TORCH_HEAD = struct.Struct("<QiiQ")
 
 
 def check_python(state: Any) -> None:
-    """Check the state of `random.Random`: version, words with the position as the last, gauss."""
+    """Raise ValueError if a value is not a state of `random.Random`: version, words followed by the position, gauss."""
     version, words, gauss = _parts(state, 3, "the state of python's generator")
     _number(version, "the version of python's generator", 3, 3)
     *words, position = _parts(words, _WORDS + 1, "the words of python's generator")
@@ -34,7 +34,7 @@ def check_python(state: Any) -> None:
 
 
 def check_numpy(state: Any) -> None:
-    """Check the state of numpy's global generator, in the form of `numpy.random.get_state()`."""
+    """Raise ValueError if a value is not a state of numpy's global generator, as `numpy.random.get_state()` returns."""
     name, words, position, has_gauss, gauss = _parts(state, 5, "the state of numpy's generator")
     if name != "MT19937":
         raise ValueError(f"the kind of numpy's generator is {name!r}; expected 'MT19937'")
@@ -44,7 +44,7 @@ def check_numpy(state: Any) -> None:
 
 
 def check_bit_generator(state: Any) -> None:
-    """Check the state of one of numpy's bit generators, or with `legacy=False` of a RandomState over one."""
+    """Raise ValueError for a value that is no state of a bit generator of numpy, or of a RandomState over one."""
     name = _of(state, "bit_generator")
     inner = _of(state, "state")
     if name == "MT19937":
@@ -69,12 +69,12 @@ def check_bit_generator(state: Any) -> None:
 
 
 def check_torch(state: Any, size: int, device: str = "cpu") -> None:
-    """Check the state of a generator of torch.
+    """Raise ValueError if a value is not a state of a generator of torch.
 
     Args:
-        state: its state.
-        size: bytes that such a state has.
-        device: its kind of device.
+        state: the value.
+        size: size of a state in bytes.
+        device: type of the generator's device, such as "cuda".
     """
     what = f"the state of torch's {device} generator"
     if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.device.type != "cpu":
@@ -129,7 +129,7 @@ def _real(value: Any, what: str) -> None:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Derive a 63-bit seed that is a pure function of its parts.
+    """Return a 63-bit seed that depends only on the arguments.
 
     Example:
         >>> derive_seed(0, "epoch", 3) == derive_seed(0, "epoch", 3)
@@ -140,18 +140,18 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def add_generator(name: str, get_state: Callable[[], int], set_state: Callable[[int], Any]) -> None:
-    """Register a random generator that torch's seed does not reach; it is seeded, saved and restored with the others.
+    """Register a random generator that `torch.manual_seed` does not seed; instep then seeds, saves and restores it.
 
     Args:
-        name: of its kind of device.
-        get_state: returns its state, of at most 64 bits.
-        set_state: takes such a state, or a seed.
+        name: name of the generator's device type.
+        get_state: function that returns the state of the generator, an integer of at most 64 bits.
+        set_state: function that takes such a state, or a seed.
     """
     _others[name] = get_state, set_state
 
 
 def seed_process(seed: int) -> None:
-    """Seed python's, numpy's (if numpy is loaded) and every torch generator of this process."""
+    """Seed the generators of Python, of numpy (if imported) and all generators of torch in this process."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -161,15 +161,15 @@ def seed_process(seed: int) -> None:
 
 
 def seed_everything(seed: int = 0, workers: bool = True) -> int:
-    """Seed python, numpy and torch alike on all ranks.
+    """Seed Python, numpy and torch, with the same seed on all ranks.
 
-    The Trainer takes its own seed (shuffling, per-rank random streams) from torch's initial seed, so one call at the
-    top of a script makes a run repeatable. Ranks still draw different random numbers: at the start of a fit each rank
-    moves to a stream of its own, derived from this seed and its rank.
+    The Trainer derives its own seeds (for shuffling, and for the random numbers of each rank) from torch's initial
+    seed, so one call at the top of a script makes a run repeatable. The ranks still draw different random numbers: when
+    a fit starts, each rank is seeded anew with a seed derived from this seed and its rank.
 
     Args:
-        seed: 0 to 2**63 - 1.
-        workers: as in Lightning; loader workers are seeded in any case, so False is refused.
+        seed: the seed, from 0 to 2**63 - 1.
+        workers: accepted as in Lightning. Workers of loaders are always seeded, so False is an error.
 
     Returns:
         The seed.
@@ -194,11 +194,12 @@ def seed_everything(seed: int = 0, workers: bool = True) -> int:
 
 
 def rng_state() -> dict[str, Any]:
-    """Capture the state of every random generator of this process, as tensors and JSON values.
+    """Return the state of every random generator of this process, as tensors and JSON values.
 
     Returns:
-        `python` (list), `numpy` (list, absent while numpy is not loaded), `torch` (uint8 tensor), and `cuda` and `xpu`
-        (uint8 tensors of every device), `mps` (one) and those of `add_generator` (integers) where they are used.
+        Entries `python` (a list), `numpy` (a list; only if numpy is imported) and `torch` (a uint8 tensor). Where the
+        devices are used: `cuda` and `xpu` (a uint8 tensor for each device), `mps` (a uint8 tensor), and one integer for
+        each generator of `add_generator`.
     """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
@@ -214,14 +215,14 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], source: Path | None = None) -> None:
-    """Restore what `rng_state` returned.
+    """Restore the state of every random generator.
 
     Args:
-        state: what it returned.
-        source: the checkpoint that it was read from; all of it is then checked before any of it is set.
+        state: state that `rng_state` returned.
+        source: checkpoint that the state was read from; the whole state is then checked before any generator is set.
 
     Raises:
-        CorruptCheckpointError: a generator cannot have such a state.
+        CorruptCheckpointError: a part of the state is not a state of its generator.
     """
     if source is not None:
         try:
@@ -241,7 +242,7 @@ def set_rng_state(state: dict[str, Any], source: Path | None = None) -> None:
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
     for name, module in _devices():
-        if name in state:  # a machine may have fewer devices than the state; their states are ignored
+        if name in state:  # if this machine has fewer devices than the state, the other devices' states are ignored
             module.set_rng_state_all(state[name][: module.device_count()])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
@@ -252,10 +253,10 @@ def set_rng_state(state: dict[str, Any], source: Path | None = None) -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Restore every random generator of this process at the end of the block, as if nothing had been drawn.
+    """Restore every random generator of this process after the block, as if the block had drawn no random numbers.
 
     Args:
-        include_cuda: GPUs' generators too.
+        include_cuda: whether the generators of GPUs are restored too.
 
     Example:
         >>> with isolate_rng():
@@ -294,7 +295,7 @@ def _check(state: Any) -> None:
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
-    """Return the kinds of devices that this machine has and may have several of."""
+    """Yield name and torch module of the device types ("cuda", "xpu") that this machine has."""
     for name in ("cuda", "xpu"):
         module = getattr(torch, name)
         if module.is_available():

@@ -1,4 +1,4 @@
-"""Reasons why a model cannot be trained, for the errors about a loss without a graph and an empty optimizer."""
+"""Find out why a model cannot be trained, for the messages of errors about optimizers and losses without a graph."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LOOKED_AT = 100  # items of a container that are searched
+_LOOKED_AT = 100  # number of items of a container that are searched
 _NAMED = 3
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, list[Tensor]]:
-    """Find parameters that torch does not see, since they or their modules are in a plain list, tuple, set or dict.
+    """Find parameters that torch does not find, since they or their modules are in a plain list, tuple, set or dict.
 
     Returns:
-        By the path of the attribute that holds them, such as `decoder.layers`.
+        The parameters, by the path of the attribute that has the container, such as `decoder.layers`.
 
     Example:
         >>> net = nn.Module()
@@ -40,7 +40,7 @@ def hidden_parameters(module: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def _held(value: Any, depth: int = 3) -> Iterator[Iterable[Tensor]]:
-    """Yield the parameters in a container, item by item."""
+    """Yield the parameters of each item of a container."""
     if isinstance(value, nn.Module):
         yield value.parameters()
     elif isinstance(value, nn.Parameter):
@@ -51,7 +51,7 @@ def _held(value: Any, depth: int = 3) -> Iterator[Iterable[Tensor]]:
 
 
 def say_hidden(module: nn.Module, paths: Iterable[str]) -> str:
-    """Describe where parameters are hidden from torch, and what to use there."""
+    """Return a text that says where torch does not find parameters, and what to use there in place of a container."""
     owner, where = type(module).__name__, list(paths)
     names = ", ".join(f"{owner}.{path}" for path in where[:_NAMED])
     holder: Any = module.get_submodule(where[0].rpartition(".")[0])
@@ -63,7 +63,7 @@ def say_hidden(module: nn.Module, paths: Iterable[str]) -> str:
 
 
 def why_no_parameters(module: nn.Module) -> str:
-    """Return why there are no parameters for an optimizer; "" if the module has some."""
+    """Return why a module has no parameters for an optimizer; "" if it has parameters."""
     if any(True for _ in module.parameters()):
         return ""
     hidden = hidden_parameters(module)
@@ -73,11 +73,11 @@ def why_no_parameters(module: nn.Module) -> str:
 
 
 def why_no_optimizer(error: TypeError | ValueError, module: nn.Module) -> str:
-    """Return which argument an optimizer's constructor refused, and why; "" if the error is from other code.
+    """Return which argument the constructor of an optimizer refused, and why; "" if other code raised the error.
 
     Args:
-        error: what the constructor raised.
-        module: what is to be trained.
+        error: error that was raised.
+        module: module to train.
     """
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
     made = next((frame for frame in frames if _makes_optimizer(frame)), None)
@@ -105,11 +105,11 @@ def _makes_optimizer(frame: FrameType) -> bool:
 
 
 def why_no_graph(modules: Iterable[nn.Module], optimized: Iterable[Tensor] = ()) -> str:
-    """Return why a loss depends on no trained parameter, as far as this can be found out.
+    """Return the likely reason why a loss does not depend on any trained parameter.
 
     Args:
-        modules: what is trained.
-        optimized: the parameters of the optimizers.
+        modules: modules that are trained.
+        optimized: parameters of the optimizers.
     """
     modules = list(modules)
     if not torch.is_grad_enabled():

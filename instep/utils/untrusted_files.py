@@ -1,7 +1,8 @@
-"""Files that anybody may have written: opened only if they are regular, read only up to a size, parsed strictly.
+"""Read files that anybody may have written: only regular files, only up to a limit of size, and parsed strictly.
 
-Opening a pipe blocks until somebody writes, and reading a device may never end. So files of a checkpoint, a run folder
-or another trainer's folder are opened only by this module. JSON is read strictly as the format defines it.
+Opening a pipe blocks until another process writes to it, and reading a device may never end. So all files in a
+checkpoint, in a run folder or in another trainer's folder are opened with the functions of this module. JSON is parsed
+strictly, as its standard defines it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-LEASE_BYTES = 2**16  # a lease, a status or a name; real ones have about one kilobyte
-# a manifest or an index; 100 bytes for each file or tensor give room for several 100,000 of them
+LEASE_BYTES = 2**16  # limit for a lease, a status or a name, which usually have about one kilobyte
+# limit for a manifest or an index; an entry has about 100 bytes, so there is room for several 100,000 files or tensors
 INDEX_BYTES = 64 * 2**20
-STATE_BYTES = 2**30  # JSON that a run has saved; large parts of a state are tensors, which JSON does not hold
+STATE_BYTES = 2**30  # limit for the JSON part of a saved state; large values are tensors, which are saved elsewhere
 
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
@@ -26,19 +27,19 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
 )
 
-MOST_DEPTH = 256  # nesting of containers; recursive code must not run out of stack
+MOST_DEPTH = 256  # limit for the nesting of containers, so that recursive code does not run out of stack
 
 
 def open_regular(path: Path | str) -> FileIO:
-    """Open a regular file to read its bytes, without waiting for anything.
+    """Open a regular file for reading bytes; never block, as opening a pipe would.
 
     Args:
-        path: of a local file system; a symbolic link stands for the file that it names.
+        path: path of the file on a local file system; symbolic links are followed.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file; the text says what it is.
+        OSError: the file cannot be opened, or is not a regular file; the message says what it is.
     """
-    _check(path, os.stat(path))  # checked before opening, since opening alone may make a device act
+    _check(path, os.stat(path))  # checked before opening, since opening a device may already have an effect
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check(path, os.fstat(fd))
@@ -49,14 +50,14 @@ def open_regular(path: Path | str) -> FileIO:
 
 
 def read_regular(path: Path | str, most: int) -> bytes:
-    """Read the content of a regular file of limited size.
+    """Read a regular file of limited size.
 
     Args:
-        path: of a local file system.
-        most: bytes that it may have.
+        path: path of the file on a local file system.
+        most: largest allowed size in bytes.
 
     Raises:
-        OSError: as in `open_regular`; or it has more bytes.
+        OSError: the file is larger, cannot be read, or is not a regular file.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -71,7 +72,7 @@ def read_regular(path: Path | str, most: int) -> bytes:
 
 
 def too_large(path: object, size: int, most: int) -> OSError:
-    """Make the error for a file that is larger than any file of its kind."""
+    """Return the error for a file that is larger than its limit."""
     return OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} are read of such a file", str(path))
 
 
@@ -85,13 +86,13 @@ def _check(path: Path | str, status: os.stat_result) -> None:
 
 
 def parse_json(text: bytes | bytearray | str) -> Any:
-    """Parse a JSON text.
+    """Parse JSON strictly.
 
-    Stricter than `json.loads`: UTF-8 only, no repeated key in an object, no NaN or Infinity, and at most 256 nested
-    containers.
+    Unlike `json.loads`, this function accepts only UTF-8, no repeated keys in an object, no NaN or Infinity, and at
+    most 256 nested containers.
 
     Raises:
-        ValueError: it is not such a text.
+        ValueError: the text is not JSON of this kind.
 
     Example:
         >>> parse_json(b'{"a": [1, 2.5]}')
@@ -109,10 +110,10 @@ def parse_json(text: bytes | bytearray | str) -> Any:
 
 
 def parse_object(text: bytes | bytearray | str) -> dict[str, Any]:
-    """Parse a JSON text that holds one object.
+    """Parse JSON whose value is an object, as strictly as `parse_json`.
 
     Raises:
-        ValueError: it is not such a text, or holds something else.
+        ValueError: the text is not JSON of this kind, or its value is not an object.
     """
     value = parse_json(text)
     if not isinstance(value, dict):
@@ -152,11 +153,11 @@ def _too_deep() -> ValueError:
 
 
 def clean(text: str, kept: str = "\n\t") -> str:
-    """Escape control characters, so that a stranger's text cannot color, move or type on a terminal.
+    """Escape control characters, so that a text from an untrusted source cannot control a terminal.
 
     Args:
-        text: anybody's.
-        kept: characters that stay although they are not printable.
+        text: text from any source.
+        kept: characters that are not escaped, although they are not printable.
 
     Example:
         >>> clean("loss\\x1b[31m")

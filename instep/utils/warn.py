@@ -1,4 +1,4 @@
-"""The one way to warn: the warning shows the user's line, not a line of instep."""
+"""`warn_user`, by which all of instep warns: the warning shows a line of the user's program, not a line of instep."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BETWEEN = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "jsonargparse",
 
 
 def warn_user(message: str | Warning, category: type[Warning] | None = None) -> None:
-    """Warn at the innermost line of the user's program; if no user code called us, warn at the caller's line.
+    """Give a warning that shows the innermost line of the user's program, or the caller's line if there is none.
 
-    `warnings.warn` needs a number of frames, which differs for each call path, and `skip_file_prefixes` exists only
-    since Python 3.12.
+    `warnings.warn` needs the number of frames up to that line, which depends on the path of calls. Its argument
+    `skip_file_prefixes` exists only since Python 3.12.
 
     Args:
         message: as in `warnings.warn`.
@@ -26,18 +26,18 @@ def warn_user(message: str | Warning, category: type[Warning] | None = None) -> 
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and _is_passed_over(frame.f_code.co_filename):
-        level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` does not count these frames
+        level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` does not count frames of imports
         frame = frame.f_back
     if isinstance(message, str) and not message.isprintable():
-        from instep.utils.untrusted_files import clean  # imported late: few warnings need it
+        from instep.utils.untrusted_files import clean  # imported late: few warnings have such characters
 
         message = clean(message)
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 
 def _is_passed_over(file: str) -> bool:
-    """Return True for instep's own files and for files that call instep back; False for the user's."""
-    if file.startswith((_OURS, "<frozen ", "<string>")):  # "<string>" is a dataclass's own `__init__`
+    """Return True for files of instep and for files of packages that call instep; False for the user's files."""
+    if file.startswith((_OURS, "<frozen ", "<string>")):  # "<string>" is the generated `__init__` of a dataclass
         return True
     installed = any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)
     return any(name in file for name in _BETWEEN) if installed else file.startswith(_STDLIB)
