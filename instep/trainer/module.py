@@ -94,7 +94,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of one batch: `training_step(self, batch, batch_idx)`.
 
-        Defined as `training_step(self, dataloader_iter)`, it takes one or more batches itself: `batch, batch_idx,
+        A method defined as `training_step(self, dataloader_iter)` takes one or more batches itself: `batch, batch_idx,
         dataloader_idx = next(dataloader_iter)`. The evaluation steps can do the same, one loader after another.
 
         Args:
@@ -340,9 +340,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
                 for.
 
         Raises:
-            LogError: a wrong value. Also raised for a hook in which nothing can be logged, or for contradicting
-                arguments for one name; then it is raised when the loop collects the value, right after the step or
-                hook.
+            LogError: a wrong value. Also a hook in which nothing can be logged, or contradicting arguments for one
+                name; these errors are raised when the loop collects the value, right after the step or hook.
         """
         buffer = self._log_buffer
         if buffer is None:

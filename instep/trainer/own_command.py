@@ -1,4 +1,4 @@
-"""The command that runs this program again. The checkpoints of a run hold it."""
+"""The command that runs this program again. It is stored in the run's checkpoints."""
 
 from __future__ import annotations
 

@@ -451,7 +451,7 @@ def _leave_position(
 
 
 def _take_up_line(ctx: RunContext, plan: ResumePlan, reader: Reader) -> None:
-    """Continue the line of runs that a checkpoint belongs to, and report the last step that its run reached.
+    """Record which runs this fit continues, and report the last step that the run of the checkpoint reached.
 
     Collective.
     """

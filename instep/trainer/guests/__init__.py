@@ -103,7 +103,7 @@ class StepGuest:
     # ---- the training step
 
     def check(self) -> None:
-        """Raise an error if settings or loaders do not fit this guest. Called before the training begins."""
+        """Raise an error if the feature does not work with the settings or loaders. Called before training."""
 
     def take(self, parts: StepParts) -> None:
         """Change the parts from which forward and backward are made."""
