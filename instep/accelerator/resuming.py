@@ -83,7 +83,7 @@ class RestoredPlace:
 
 
 class Uses:
-    """Reporter of uses of a run's batches (forward, backward, step) to the passes that wait for their first use.
+    """Reports each use of a batch (forward, backward, step) to the passes whose batches were not used yet.
 
     Args:
         models: function that returns the prepared models in the form that is called.

@@ -137,8 +137,8 @@ class Window:
     def _look(self) -> bool:
         """Find the running loader that is trained on. Return True if a running loader has a new batch.
 
-        As long as a loader yields batches, it stays the one that is trained on. Otherwise it is the outermost loader
-        with a new batch. So a batch of other data that is read inside the loop does not begin a window.
+        The loader that is trained on stays the same as long as it yields batches. After that, it is the outermost
+        loader with a new batch. So a batch of other data that is read inside the loop does not begin a window.
         """
         if not self.running:
             self.loader = None
