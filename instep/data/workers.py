@@ -237,7 +237,7 @@ def _end_all() -> None:
 
 
 class _Join:
-    """Replacement for a worker's `join`. All workers of an iterator have one deadline, until which it waits."""
+    """Replacement for a worker's `join`, which waits until a deadline that all workers of an iterator share."""
 
     def __init__(self, worker: BaseProcess, deadline: float) -> None:
         self._worker, self._deadline = worker, deadline
