@@ -248,7 +248,7 @@ class NonFiniteGuard(StepGuest):
             if check.found.item():
                 left_out, check.what = True, "weights after the step"
                 check.parameters, check.norms = weights, _norms([p.detach() for p in weights], self._device)
-                optimizer.state.clear()  # the optimizer's state led to the bad step
+                optimizer.state.clear()  # drop the optimizer's state, which led to the bad step
         if not left_out:
             self._known[id(optimizer)] = len(_with_gradients(optimizer))
             return
