@@ -42,8 +42,7 @@ class Splitter:
 
     def __init__(self, columns: bool = False) -> None:
         self._columns = columns
-        # What is known of a list, by its place in the structure: True if it holds columns, False for samples, None for
-        # neither.
+        # path of a list in the batch -> what its items are: True for columns, False for samples, None for neither
         self._known: dict[tuple[Any, ...], bool | None] = {}
 
     def count(self, batch: Any, size: int | None = None, exact: bool = False) -> int | None:

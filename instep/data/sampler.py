@@ -154,7 +154,7 @@ class ShardedSampler(ABC):
 
     @abstractmethod
     def indices(self, step: int) -> Any:
-        """Return the indices that this rank loads in a step, which is counted from the cursor."""
+        """Return the indices that this rank loads in a step. Steps are counted from the cursor."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
