@@ -1,8 +1,8 @@
-"""Reports of a rank's uncaught exception, which the agent prints at the end of its stderr.
+"""`report_failures`: reports of uncaught exceptions of a rank, which the agent prints at the end of its stderr.
 
-Each rank has its own file (`TORCHELASTIC_ERROR_FILE`, which the elastic agent and plain torchrun set). The rank writes
-the exception into that file. The agent finds the first exception that another rank's failure did not cause. It prints
-this exception last, so that the messages of other ranks do not hide it.
+Each rank writes its exception into a file of its own; the elastic agent and torchrun set the path as
+`TORCHELASTIC_ERROR_FILE`. The agent looks for the first exception that was not caused by the failure of another rank,
+and prints this exception last, so that the messages of other ranks do not hide it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from instep.utils.untrusted_files import clean
 
 AGENT_PID = "INSTEP_AGENT_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_RUN_FOLDER = "run-folder"  # name of a file beside the report
-# Errors of gloo and NCCL about a peer that is gone, and errors of instep's own waits for a failed rank.
+_RUN_FOLDER = "run-folder"  # name of a file in the folder of the error file
+# matches the messages of gloo and NCCL about a rank that is gone, and of instep when it waits for such a rank
 _BROKEN = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Ss]ocket closed|remote process exited|"
     r"will not come any more.*has ended (with exit code|its program after an error)"
@@ -37,14 +37,14 @@ _trainer: Callable[[], Any] | None = None
 
 @dataclass(frozen=True)
 class FailureReport:
-    """An exception that ended a rank.
+    """Report of an exception that ended a rank.
 
     Args:
-        message: its type and text.
-        traceback: its traceback as text.
-        remote: it only says that another rank failed, or that the connection to one broke.
-        time_ns: when it was reported, on the machine's monotonic clock; 0 when unknown.
-        step: the optimizer steps that a training had done; None outside of one.
+        message: type and message of the exception.
+        traceback: traceback of the exception as text.
+        remote: whether the exception only says that another rank failed, or that the connection to it broke.
+        time_ns: time of the report in nanoseconds, on the machine's monotonic clock; 0 if unknown.
+        step: number of optimizer steps that were done; None if the rank was not training.
     """
 
     message: str
@@ -55,29 +55,30 @@ class FailureReport:
 
 
 def tell_trainer(trainer: Callable[[], Any]) -> None:
-    """Register the owner of this process's current step for a report, by a weak reference."""
+    """Register the Trainer whose step a report contains, by a weak reference."""
     global _trainer
     _trainer = trainer
 
 
 def under_plain_torchrun() -> bool:
-    """Return whether torch's own agent started this rank; that agent kills its ranks 30 s after a signal."""
+    """Return True if torchrun's own agent started this rank; that agent kills its ranks 30 s after a signal."""
     return "TORCHELASTIC_RUN_ID" in os.environ and AGENT_PID not in os.environ
 
 
 def report_failures() -> None:
-    """Report uncaught exceptions of this rank to the agent, or print them with the rank. A second call does nothing.
+    """From now on, report uncaught exceptions of this rank to the agent, or print them with the number of the rank.
 
-    Under instep's own agent the agent prints the traceback, so the rank does not. Elsewhere the rank prints it below a
-    line with its rank, host and step, and torchrun's own report contains it too. A rank that only lost its connection
-    to another rank prints one line about it. A `SystemExit` or an interrupt is not a failure.
+    If instep's agent started the rank, the agent prints the traceback and the rank does not. Otherwise the rank prints
+    the traceback below a line with rank, host and step; under torchrun, torchrun's report contains it too. A rank that
+    only lost the connection to another rank prints one line. SystemExit and KeyboardInterrupt are not reported. A
+    second call of this function does nothing.
     """
     if not isinstance(sys.excepthook, _ReportingHook):
         sys.excepthook = _ReportingHook(os.environ.get(_ERROR_FILE))
 
 
 class _ReportingHook:
-    """An excepthook that writes the report, then calls the excepthook that was set before."""
+    """Excepthook that writes the report, and then calls the excepthook that was set before."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -103,20 +104,20 @@ class _ReportingHook:
 
 
 def _who() -> str:
-    from instep.state import read_environment  # imported late: only a rank that fails asks
+    from instep.state import read_environment  # imported late: only a rank that fails needs it
 
     step = getattr(_trainer and _trainer(), "global_step", None)
     return f"rank {read_environment().rank} (host {socket.gethostname()}{'' if step is None else f', step {step}'})"
 
 
 def is_remote(error: BaseException | str) -> bool:
-    """Return whether an error, or its text, only says that another rank failed or that a connection to one broke."""
+    """Return True if an error or a message only says that another rank failed, or that the connection to it broke."""
     return isinstance(error, RemoteError) or _BROKEN.search(str(error)) is not None
 
 
 def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
-    """Write an exception into this rank's error file; if that fails, print why and return False."""
-    # The keys of torchrun's own report, and two more.
+    """Write an exception into this rank's error file; if the file cannot be written, print why and return False."""
+    # the keys are those of torchrun's report, and two more
     extra = {
         "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "timestamp": str(int(time.time())),
@@ -134,14 +135,14 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
 
 
 def tell_run_folder(folder: Path) -> None:
-    """Tell instep's agent the run folder, since the agent may have to finish its `status.json` for the main process."""
+    """Tell instep's agent the path of the run folder, where it may have to write `status.json` for the main process."""
     path = os.environ.get(_ERROR_FILE)
     if path and _agent_lives():
         Path(path).with_name(_RUN_FOLDER).write_text(str(folder.absolute()))
 
 
 def read_run_folder(error_file: str | os.PathLike[str]) -> Path | None:
-    """Read the run folder that this error file's rank has sent."""
+    """Return the run folder that a rank has told the agent, by the rank's error file; None if it has told none."""
     try:
         return Path(Path(error_file).with_name(_RUN_FOLDER).read_text())
     except OSError:
@@ -149,7 +150,7 @@ def read_run_folder(error_file: str | os.PathLike[str]) -> Path | None:
 
 
 def start_command() -> list[str]:
-    """Return the command that started this process, or the launcher on this machine that started it as a rank.
+    """Return the command that started this process; for a rank of a launcher, the command that started the launcher.
 
     Example:
         >>> bool(start_command())
@@ -157,12 +158,12 @@ def start_command() -> list[str]:
     """
     words = list(sys.orig_argv)
     if _agent_lives() or under_plain_torchrun():
-        with suppress(OSError):  # this system is not Linux
+        with suppress(OSError):  # the system is not Linux
             words = (
                 Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1] or words
             )
     script = os.path.basename(words[1]) if len(words) > 1 else ""
-    if script in ("instep", "torchrun"):  # name the console script, not the interpreter in its first line
+    if script in ("instep", "torchrun"):  # leave out the Python interpreter that the script's first line names
         words[:2] = [script]
     return words
 
@@ -172,7 +173,7 @@ def _agent_lives() -> bool:
 
 
 def read_report(path: str | os.PathLike[str]) -> FailureReport | None:
-    """Read the report in a rank's error file; None if there is none, or only a part."""
+    """Read the report in a rank's error file; return None if there is no report, or if it is not complete."""
     try:
         message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         if isinstance(message, str):
@@ -185,6 +186,6 @@ def read_report(path: str | os.PathLike[str]) -> FailureReport | None:
             time_ns=int(extra.get("time_ns", 0)),
             step=extra.get("step"),
         )
-    # The rank was killed while it wrote the report; its exit code still tells something.
+    # The rank was killed while it wrote the report; the agent still knows its exit code.
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,6 +1,6 @@
-"""The report of a hang on one node: which ranks did not answer, and where the others wait.
+"""Report of a hang on one node: which ranks do not respond, and where in the code the other ranks wait.
 
-The agent writes it, if there is one.
+The agent writes the report if there is one; otherwise a rank writes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instep.state.rank_records import ENDED_FILE, named_ranks
 from instep.utils.atomic import replace
 from instep.utils.process_id import state_of
 
-_TO_SAY_S = 10.0  # seconds in which ranks that can run write their reports, also on a busy machine
+_TO_SAY_S = 10.0  # seconds that ranks have to write their own reports; a rank that can run does it, also if busy
 _TO_WRITE_S = 5.0
 _TO_END_S = 1.0
 _POLL_S = 0.05
@@ -40,11 +40,11 @@ _NCCL_DUMP = "nccl_trace_rank_"
 
 
 class NodeWatch:
-    """The agent's view of its ranks' heartbeats: makes the file, and detects a hang.
+    """Watches the heartbeats of a node's ranks in the agent: makes the heartbeat file, and detects a hang.
 
     Args:
-        folder: where the file lies, and what NCCL's flight recorder writes.
-        count: ranks on this node.
+        folder: folder for the heartbeat file and for the dumps of NCCL's flight recorder.
+        count: number of ranks on this node.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
@@ -52,10 +52,10 @@ class NodeWatch:
         self.beats = HeartbeatFile.make(folder / "heartbeats", count)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return variables for the ranks: the path of the file, and the switches of torch's flight recorder.
+        """Return environment variables for the ranks: the path of the file, and settings of torch's flight recorder.
 
         Args:
-            given: what is set already and stays.
+            given: variables that are set already, and are not changed.
         """
         recorder = {
             "TORCH_FR_BUFFER_SIZE": "2000",
@@ -69,35 +69,35 @@ class NodeWatch:
         }
 
     def reset(self) -> None:
-        """Forget the ranks of the last start before new ones start."""
+        """Clear the heartbeats before new ranks start."""
         self.beats.clear()
         self._watch = HangDetector(self.beats)
         self._ended: dict[int, int] = {}
         (self._folder / "ended").unlink(missing_ok=True)
 
     def note_ends(self, codes: Mapping[int, int | None]) -> None:
-        """Tell the running ranks which ranks have ended, and so will join no collective.
+        """Tell the running ranks which ranks have ended, and so cannot take part in a collective.
 
         Args:
-            codes: the exit code of each rank of this node; None while it runs.
+            codes: exit code of each rank of this node, by local rank; None while the rank runs.
         """
         ended = {rank: code for rank, code in codes.items() if code is not None}
         if ended != self._ended:
-            # the disk is full: the next look tries again, and the agent names the cause in any case
+            # the disk is full: the next call tries again, and the agent finds the cause without this file too
             with suppress(OSError):
                 replace(self._folder / "ended", json.dumps(ended).encode())
                 self._ended = ended
 
     def hangs(self, says_so: bool) -> bool:
-        """Return whether the ranks hang.
+        """Return True if the ranks hang.
 
         Args:
-            says_so: a rank ended with the code of a hang.
+            says_so: whether a rank ended with the exit code for a hang.
         """
         return self._watch.detect() or (says_so and any(beat.said for beat in self.beats.read()))
 
     def report(self) -> str:
-        """Wait for the ranks' own reports, write this node's report, and return its short form."""
+        """Wait for the reports that the ranks write, write the report of this node, and return a short form of it."""
         wait_until_said(self.beats, _TO_SAY_S)
         text = report(self.beats, self._folder)
         _wait(lambda: all(not beat.said or state_of(beat.pid) in _ENDED for beat in self.beats.read()), _TO_END_S)
@@ -105,7 +105,7 @@ class NodeWatch:
 
 
 def wait_until_said(beats: HeartbeatFile, seconds: float) -> None:
-    """Wait until every rank that can run has written its own report, or the time is over."""
+    """Wait until each rank that can run has written its own report, at most for a number of seconds."""
     _wait(lambda: all(_is_settled(beats, beat) for beat in beats.read()), seconds)
 
 
@@ -114,16 +114,16 @@ def _is_settled(beats: HeartbeatFile, beat: RankProgress) -> bool:
 
 
 def report(beats: HeartbeatFile, nccl_dumps: Path | None = None) -> str:
-    """Write this node's part of the report, and return its short form.
+    """Write the report of this node, and return a short form of it.
 
-    The disk itself may hang, so a part that cannot be written within seconds is left out.
+    The hang may be due to the disk, so writing has a limit of a few seconds.
 
     Args:
-        beats: the node's.
-        nccl_dumps: a folder with what NCCL's flight recorder wrote.
+        beats: heartbeat file of the node.
+        nccl_dumps: folder with the dumps of NCCL's flight recorder.
 
     Returns:
-        Text for people.
+        Short form of the report, as text for people.
     """
     found = beats.read()
     folder = folder_of(beats)
@@ -153,14 +153,13 @@ def _text(beats: HeartbeatFile, found: list[RankProgress]) -> str:
 
 
 def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
-    """Name the ranks that hold the others up, with their phase and place in the code."""
+    """Return a text about the ranks that the others wait for, with their phase and place in the code."""
     stopped = [beat for beat in begun if not beat.said and _is_held(beats, beat)]
     if stopped:
         each = "; ".join(f"rank {beat.rank} (pid {beat.pid}) is {_state(beat)}" for beat in stopped)
         first = min(stopped, key=lambda beat: beat.step)
         return f"{each}. It was at step {first.step}, phase {_phase(first)}."
-    # Ranks that ended or became silent may have done so because of the hang, so a rank that does not wait is named
-    # first.
+    # A rank may have ended or become silent because of the hang, so a rank that runs and does not wait is named first.
     busy = [beat for beat in begun if beat.said and not beat.waits]
     silent = [beat for beat in begun if not beat.said]
     waiting = [beat for beat in begun if beat.said and beat.waits]
@@ -171,7 +170,7 @@ def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
 
 
 def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
-    """Name the ranks that wait at another place than most ranks; the ranks that are behind may be the majority."""
+    """Return a text about the ranks that wait at another place than most; the ranks behind may be the majority."""
     places: dict[tuple[str, str], list[RankProgress]] = {}
     for beat in waiting:
         place = beats.where(beat.local_rank).partition("\n")[0].partition("; last collective")[0]
@@ -182,7 +181,7 @@ def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
             f"All ranks of this node wait for another node, or for each other, at one place: {_at(beats, waiting[0])}."
         )
     most = by_size[-1]
-    if len(by_size[-2]) == len(most):  # two groups are equally large, so it is unknown which one is wrong
+    if len(by_size[-2]) == len(most):  # two groups are equally large, so it is unknown which of them is wrong
         each = "; ".join(_at(beats, found[0]) for found in by_size)
         return f"The ranks wait for each other in different places: {each}. All must make the same calls in one order."
     each = "; ".join(_at(beats, beat) for found in by_size[:-1] for beat in found)
@@ -193,7 +192,7 @@ def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
 
 
 def _last(found: list[RankProgress]) -> list[RankProgress]:
-    """Return the ranks that are behind the others."""
+    """Return the ranks that are behind the others in the program."""
     last = min((beat.position for beat in found), default=None)
     return [beat for beat in found if beat.position == last]
 
@@ -211,7 +210,7 @@ def _phase(beat: RankProgress) -> str:
 
 
 def _is_held(beats: HeartbeatFile, beat: RankProgress) -> bool:
-    """Return whether a rank cannot run Python code; then only `faulthandler` can have written its stacks."""
+    """Return True if a rank cannot run Python code, so that only `faulthandler` can have written its stacks."""
     state = state_of(beat.pid)
     return state in ("T", "t", "D") or (state in ("R", "S") and bool(beats.stacks(beat.local_rank)))
 
@@ -252,7 +251,7 @@ def _write(beats: HeartbeatFile, found: list[RankProgress], folder: Path, text: 
 
 
 def _facts(beats: HeartbeatFile, beat: RankProgress) -> dict[str, Any]:
-    """Return the facts about a rank in a hang for `failures/rank-<n>.json`: where it was, and who waited for it."""
+    """Return the content of `failures/rank-<n>.json` for a rank in a hang: where it was, and which ranks waited."""
     where, _, stack = beats.where(beat.local_rank).partition("\n")
     return {
         "host": socket.gethostname(),
@@ -274,7 +273,7 @@ def _wait(there: Callable[[], bool], seconds: float) -> None:
 
 
 def in_time(work: Callable[[], None]) -> str:
-    """Run the work in a thread with a time limit; return why it failed, or ""."""
+    """Run a function in a thread with a time limit; return why it failed, or "" if it succeeded."""
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def run() -> None:

@@ -1,8 +1,9 @@
-"""The heartbeats of a node's ranks: one memory-mapped file. Each rank writes its own part, and all on the node read it.
+"""`HeartbeatFile`: one memory-mapped file per node, in which each rank writes how far it has come.
 
-The elastic agent makes the file and names it in INSTEP_HEARTBEAT_FILE. For each local rank it has a slot of numbers,
-two texts, and room for the stacks that `faulthandler` writes when Python cannot run. A rank writes its numbers without
-a system call, and they stay readable after it is stopped or killed.
+The elastic agent creates the file and sets its path as INSTEP_HEARTBEAT_FILE; all processes on the node can read it.
+For each local rank the file has a slot with numbers, two texts, and space for the stacks that `faulthandler` writes
+when Python cannot run. A rank writes its numbers without a system call, and they stay readable after the rank was
+stopped or killed.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ _GAP_S = 2.0
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The numbers in a rank's slot, which say how far the rank has come.
+    """Progress of a rank: the numbers in its slot of the heartbeat file.
 
     Args:
-        batch: the last batch of the loop that was done; -1: none yet.
-        step: optimizer steps.
-        turn: how often the phase changed.
-        phase: one of `PHASES`.
-        compiles: whether it waits for the compiler.
-        rank: over all nodes.
-        pid: 0 where the rank has not begun.
-        limit_s: seconds that a step may take; 0: nobody watches.
-        said: whether it has written its own report of a hang.
-        local_rank: on this node.
-        waits: whether, by its own report, it waited for other ranks.
+        batch: number of the last batch that was done in the loop; -1: no batch is done yet.
+        step: number of optimizer steps that are done.
+        turn: how often the phase has changed.
+        phase: what the rank is doing, one of `PHASES`.
+        compiles: whether the rank waits for the compiler.
+        rank: number of the rank among all nodes.
+        pid: process id of the rank; 0: the rank has not started yet.
+        limit_s: seconds that a step may take; 0: there is no limit.
+        said: whether the rank has written its own report of a hang.
+        local_rank: number of the rank on this node.
+        waits: whether the rank's own report says that it waited for other ranks.
     """
 
     batch: int
@@ -63,17 +64,17 @@ class RankProgress:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """The rank's position in the program; the rank that is behind has the smallest position."""
+        """Position of the rank in the program; the rank that is farthest behind has the smallest position."""
         return self.turn, self.step, self.batch
 
     @property
     def left(self) -> bool:
-        """Whether an error has ended the rank's run while its process is still alive."""
+        """Whether the run of the rank has ended with an error while its process is still alive."""
         return self.phase == "end" and not self.limit_s
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which the rank may make no progress; infinity if nobody watches."""
+        """Seconds that the rank may be without progress; infinity if there is no limit."""
         if not self.limit_s:
             return float("inf")
         steps = self.phase in LOOPS and self.batch >= 0 and not self.compiles
@@ -81,14 +82,14 @@ class RankProgress:
 
 
 class HeartbeatFile:
-    """The heartbeat file of a node's ranks.
+    """Heartbeat file of the ranks on a node.
 
     Args:
-        path: of a file that `make` made.
+        path: path of a file that `make` has created.
 
     Attributes:
-        fileno: of the open file, for `faulthandler` to write to.
-        count: how many ranks it is for.
+        fileno: file descriptor of the open file, to which `faulthandler` writes.
+        count: number of ranks that the file has slots for.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -100,24 +101,24 @@ class HeartbeatFile:
 
     @staticmethod
     def make(path: str | os.PathLike[str], count: int) -> HeartbeatFile:
-        """Make a file for a number of ranks; it takes no space on the disk before it is written to."""
+        """Create a file with slots for a number of ranks; a slot takes no disk space until a rank writes to it."""
         with open(path, "wb") as file:
             file.truncate(count * (_SLOT + _STACKS))
         return HeartbeatFile(path)
 
     def clear(self) -> None:
-        """Clear all slots, since new ranks start."""
+        """Clear all slots, before new ranks start."""
         self._map[:] = bytes(len(self._map))
         for local_rank in range(self.count):
             os.pwrite(self.fileno, b"\0", self.stacks_at(local_rank))
 
     def numbers(self, local_rank: int) -> memoryview:
-        """Return the numbers of a rank. The rank itself sets them: `numbers[STEP] = 3`."""
+        """Return the numbers in the slot of a rank, which the rank itself sets: `numbers[STEP] = 3`."""
         start = local_rank * _SLOT
         return memoryview(self._map)[start : start + _NUMBERS.size].cast("q")
 
     def read(self) -> list[RankProgress]:
-        """Read every rank's slot, by local rank."""
+        """Read the slots of all ranks, in the order of local ranks."""
         beats = []
         for local_rank in range(self.count):
             batch, step, turn, phase, compiles, rank, pid, limit_ms, said, waits, *_ = _NUMBERS.unpack_from(
@@ -141,27 +142,27 @@ class HeartbeatFile:
         return beats
 
     def set_folder(self, local_rank: int, folder: str) -> None:
-        """Set the folder for reports of a hang."""
+        """Write the path of the folder for reports of a hang into the slot of a rank."""
         self._set(local_rank, _FOLDER, _WHERE, folder)
 
     def folder(self, local_rank: int) -> str:
-        """Read the folder for reports of a hang; empty before it is known."""
+        """Read the path of the folder for reports of a hang; empty if the rank has not written it yet."""
         return self._get(local_rank, _FOLDER, _WHERE)
 
     def set_where(self, local_rank: int, text: str) -> None:
-        """Write where the rank's main thread is during a hang: a line, then the calls, the innermost last."""
+        """Write where a rank's main thread is during a hang: a line of text, then the calls, the innermost last."""
         self._set(local_rank, _WHERE, _SLOT, text)
 
     def where(self, local_rank: int) -> str:
-        """Read what `set_where` has written."""
+        """Read the text that `set_where` has written."""
         return self._get(local_rank, _WHERE, _SLOT)
 
     def stacks_at(self, local_rank: int) -> int:
-        """Return the offset in bytes of the stacks that `faulthandler` writes for a rank."""
+        """Return the offset in bytes at which `faulthandler` writes the stacks of a rank."""
         return self.count * _SLOT + local_rank * _STACKS
 
     def stacks(self, local_rank: int) -> str:
-        """Read the stacks that `faulthandler` wrote, if there are any."""
+        """Read the stacks of a rank that `faulthandler` has written; empty if there are none."""
         text = os.pread(self.fileno, _STACKS, self.stacks_at(local_rank))
         return text[: text.index(0) if 0 in text else None].decode(errors="replace")
 
@@ -176,13 +177,14 @@ class HeartbeatFile:
 
 
 class HangDetector:
-    """Detector of a hang of a node's ranks.
+    """Detects a hang of the ranks on a node.
 
-    Ranks wait for each other, so a rank without progress may only be waiting. The ranks that are behind all others on
-    this node wait for no rank of this node. If each of them made no progress for longer than its limit, it is a hang.
+    Ranks wait for each other, so a rank without progress may only be waiting. But the ranks that are farthest behind
+    wait for no other rank of the node. If all of these are without progress for longer than their limits, the ranks
+    hang.
 
     Args:
-        beats: the node's.
+        beats: heartbeat file of the node.
     """
 
     def __init__(self, beats: HeartbeatFile) -> None:
@@ -192,18 +194,18 @@ class HangDetector:
         self._looked = time.monotonic()
 
     def detect(self) -> bool:
-        """Read the slots again, and return whether the ranks hang."""
+        """Read the slots again, and return True if the ranks hang."""
         now = time.monotonic()
-        # The watching process itself may have been stopped or starved; such a gap in its looks counts only up to
-        # `_GAP_S`.
+        # This process itself may have been stopped, or may have got no CPU time. So the time since the last call counts
+        # only up to `_GAP_S`.
         passed_s, self._looked = min(now - self._looked, _GAP_S), now
         beats = self._beats.read()
         for i, beat in enumerate(beats):
             self._still_s[i] = self._still_s[i] + passed_s if beat == self._seen[i] else 0.0
             self._seen[i] = beat
         last = min(beat.position for beat in beats)
-        # A rank that left its run holds up the ranks still in theirs, since they learn of it only when its process
-        # ends.
+        # The other ranks wait for a rank whose run has ended with an error, since they learn of the error only when its
+        # process ends.
         end_s = SLOW * max(beat.limit_s for beat in beats) or float("inf")
         return all(
             self._still_s[i] > (end_s if beat.left else beat.patience_s)
@@ -213,5 +215,5 @@ class HangDetector:
 
 
 def folder_of(beats: HeartbeatFile) -> Path | None:
-    """Find the folder of this node's reports; None if no rank has set one yet."""
+    """Return the folder for the reports of this node; None if no rank has written it yet."""
     return next((Path(text) for i in range(beats.count) if (text := beats.folder(i))), None)

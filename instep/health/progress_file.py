@@ -1,4 +1,4 @@
-"""`progress.json` in a run folder: how far a run is, for readers outside of it, also after the run was killed."""
+"""`ProgressFile` writes `progress.json` in a run folder: how far a run has come, readable also after it was killed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from instep.health.run_status import PROGRESS
 from instep.utils.atomic import replace
 
 EVERY_S = 2.0
-_FIRST_S = 0.5  # seconds until the first write; a shorter run makes no file, since status.json says how it ended
-_MOST_BYTES = 16384  # most bytes of the metrics; a reader reads at most 64 KiB of the file
+_FIRST_S = 0.5  # seconds until the first write; a shorter run needs no file, since status.json says how it ended
+_MOST_BYTES = 16384  # largest size of the metrics in bytes; readers accept at most 64 KiB for the file
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    """Convert metrics to JSON: numbers, and the words nan, inf and -inf; at most 16 KiB in all.
+    """Convert metrics to JSON values: numbers, and "nan", "inf" or "-inf"; metrics beyond 16 KiB are left out.
 
     Example:
         >>> plain_metrics({"loss": 0.5, "norm": float("inf")})
@@ -37,11 +37,12 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
 
 
 class ProgressFile:
-    """Thread that writes the file every two seconds until `close`; training is not slowed down by it.
+    """Writes `progress.json` every two seconds in a thread, until `close`, without slowing down the training.
 
     Args:
         folder: the run folder.
-        facts: gives what is written, JSON values with `global_step`; called in the thread, so it must ask no device.
+        facts: function that returns the content, JSON values with `global_step`. It is called in the thread, so it must
+            not wait for a device.
     """
 
     def __init__(self, folder: Path, facts: Callable[[], dict[str, Any]]) -> None:
@@ -52,7 +53,7 @@ class ProgressFile:
         self._thread.start()
 
     def close(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
-        """Write a last time if the file was written before; after an error, keep what the run was doing then."""
+        """End the thread, and write once more if the file exists; after an error, the last content stays."""
         self._failed = error is not None
         self._closed.set()
         self._thread.join()
@@ -68,7 +69,7 @@ class ProgressFile:
             self._write()
 
     def _write(self) -> None:
-        # The disk is full or gone, or a dict changed while it was read; the next write tries again.
+        # the disk is full or gone, or another thread changed a dict meanwhile: the next write tries again
         with suppress(OSError, RuntimeError):
             facts, now = self._facts(), time.monotonic()
             step, before = facts["global_step"], self._last

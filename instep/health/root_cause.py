@@ -1,4 +1,4 @@
-"""Root cause of a failed job: the rank whose failure caused the others', and the exit code of the job."""
+"""`find_cause` finds the rank whose failure caused the failures of the others; `job_code` computes the exit code."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from instep.health.error_report import FailureReport
 
 @dataclass(frozen=True)
 class RankEnd:
-    """A rank that ended badly.
+    """End of a rank that failed.
 
     Args:
-        rank: over all nodes.
-        node: the number of its node in the round.
-        host: the node's name.
-        code: its exit code, negative for a signal.
-        first: whether it was among the first on its node to end so.
-        report: what it wrote down, if it could.
-        steps: optimizer steps that its heartbeat counted; None outside of a training.
-        batch: the last batch that was done in its loop; None before the first one.
-        phase: what it was doing, of `heartbeat_file.PHASES`; an error has ended its run where that is "end".
+        rank: number of the rank among all nodes.
+        node: number of its node in this round of the rendezvous.
+        host: name of the node.
+        code: exit code of the rank; negative: number of the signal that killed it.
+        first: whether the rank was among the first on its node that failed.
+        report: the report in the rank's error file; None if there is none.
+        steps: number of optimizer steps in the rank's heartbeat; None if the rank was not training.
+        batch: number of the last batch that was done in the loop; None if no batch was done.
+        phase: what the rank was doing, one of `heartbeat_file.PHASES`; "end": an error had ended its run already.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class RankEnd:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Content of `failures/rank-<n>.json` for a rank that could not write it itself."""
+        """Return the content of `failures/rank-<n>.json` for a rank that could not write the file itself."""
         report = self.report
         return {
             "host": self.host,
@@ -54,13 +54,13 @@ class RankEnd:
 
     @property
     def title(self) -> str:
-        """The rank, its host, and the number of steps it had done."""
+        """Text with the rank, its host, and the number of steps that it had done."""
         step = self.steps if self.report is None else self.report.step
         return f"rank {self.rank} (host {self.host}{'' if step is None else f', step {step}'})"
 
     @property
     def how(self) -> str:
-        """Exit code or signal of the rank."""
+        """Text with the exit code or signal of the rank."""
         if self.code >= 0:
             return f"exit code {self.code}"
         try:
@@ -71,29 +71,31 @@ class RankEnd:
 
     @property
     def message(self) -> str:
-        """First line of the rank's report; empty if there is none."""
+        """First line of the rank's report; empty if there is no report."""
         return "" if self.report is None else self.report.message.partition("\n")[0]
 
     def as_json(self) -> dict[str, Any]:
-        """Return a message for another agent, which does not print the traceback."""
+        """Return JSON values for another agent, without the traceback, which that agent does not print."""
         report = None if self.report is None else vars(replace(self.report, traceback=""))
         return {**vars(self), "report": report}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RankEnd:
-        """Read a message that `as_json` made."""
+        """Return the `RankEnd` that another agent sent by `as_json`."""
         report = content["report"]
         return cls(**{**content, "report": None if report is None else FailureReport(**report)})
 
 
 def find_cause(ends: Sequence[RankEnd], alarmed: int = 0) -> RankEnd | None:
-    """Find the rank to blame: one that a signal ended first, else the first to report its own error, else any.
+    """Find the rank that caused the failure of the job.
 
-    A killed rank reports nothing, and the other ranks then report their broken connections.
+    It is a rank that was killed by a signal first; otherwise the rank that first reported an error of its own;
+    otherwise any rank. A killed rank writes no report, and the other ranks then report broken connections.
 
     Args:
-        ends: the ranks that ended badly, of all nodes.
-        alarmed: the node that noticed first; clocks of two nodes cannot be compared.
+        ends: ends of the failed ranks of all nodes.
+        alarmed: number of the node that noticed a failure first. Its ranks come first, since the clocks of two nodes
+            cannot be compared.
     """
     near = sorted(ends, key=lambda end: (end.node != alarmed, end.rank))
     killed = [end for end in near if end.code < 0 and end.first and end.report is None]
@@ -105,18 +107,19 @@ def find_cause(ends: Sequence[RankEnd], alarmed: int = 0) -> RankEnd | None:
 
 
 def job_code(first: list[int], last: list[int], killed: bool, early: bool = False) -> int:
-    """Compute the job's exit code.
+    """Compute the exit code of a job from the exit codes of its ranks, which are negative for signals.
 
     Args:
-        first: the codes seen when the first rank ended badly; empty when none did before the end was asked for.
-        last: the codes of all ranks in the end; negative for a signal.
-        killed: a rank did not end in its time and was killed.
-        early: that first rank had started shortly before.
+        first: exit codes at the moment when the first rank failed; empty if no rank failed before the job was asked
+            to end.
+        last: exit codes of all ranks at the end.
+        killed: whether a rank did not end in time and was killed.
+        early: whether the first rank that failed had started only shortly before.
     """
-    if EXIT_HUNG in first:  # a rank that reports a hang comes first, since it made the others end
+    if EXIT_HUNG in first:  # checked first, since a rank that reports a hang makes the other ranks end
         return EXIT_HUNG
     if early and not {-signal.SIGUSR1, -signal.SIGUSR2}.isdisjoint(first):
-        return EXIT_PREEMPTED  # the rank had no handler for the announcing signal yet, so no training was lost
+        return EXIT_PREEMPTED  # the rank did not handle the signal that announces a preemption yet; nothing was lost
     if killed or any(code not in (0, EXIT_PREEMPTED) for code in (*first, *last)):
         return EXIT_FAILED
     return EXIT_PREEMPTED if EXIT_PREEMPTED in last else 0

@@ -1,10 +1,11 @@
-"""`status.json` in a run folder: how a run ended, also if its main process could not write it.
+"""Read and write `status.json` in a run folder, which says how a run ended, and `failures/`, with the ranks' errors.
 
-The main process writes it. After the ranks have ended, the agent adds what the main process did not know or could not
-write: that it was killed or aborted, and which rank's error broke the connection. Beside it `failures/rank-<n>.json`
-has, for each rank that failed, its error and what it was doing: written by the rank itself, by the agent for one that
-was killed, and by the report of a hang. Without an agent the main process sees only that a rank's connection breaks,
-and finds the cause in these files. `progress.json` says how far a run was, also if it was killed (`progress_file`).
+The main process writes `status.json`. After the ranks have ended, the agent adds what the main process did not know or
+could not write: that it was killed or aborted, or which rank's error broke the connection.
+
+A file `failures/rank-<n>.json` says for a rank that failed what its error was and what it was doing. The rank writes
+the file itself; for a killed rank the agent writes it, and in a hang the report does. Without an agent, the main
+process only sees that the connection to a rank broke, and finds the cause in these files.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PROGRESS = "progress.json"
 FAILURES = "failures"
 _SPARE = ".status-spare"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MOST_CHARACTERS = 4000  # most characters of an error's text; each takes 12 bytes at most, and readers read LEASE_BYTES
+_MOST_CHARACTERS = 4000  # limit for the text of an error; a character has up to 12 bytes, and LEASE_BYTES are read
 _SHORT = 300
 _TRACEBACK = "Traceback (most recent call last):"
 _FROM_WORKER = f"Original {_TRACEBACK}"
@@ -39,21 +40,21 @@ _OF_A_RANK = re.compile(r"rank-[0-9]+\.json")
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Return whether a file of a run folder is written by this module, or by `streams.ledger`."""
+    """Return True if a file in a run folder is written by this module or by `streams.ledger`, by the file's name."""
     return name == _SPARE or name.startswith((NAME, PROGRESS, "samples")) or _OF_A_RANK.match(name) is not None
 
 
 def begin_status(folder: Path, content: dict[str, Any]) -> None:
-    """Write that a run begins, delete what an earlier run left, and reserve disk space for the final status."""
+    """Write the status of a run that begins, delete files of earlier runs, and reserve disk space for the end."""
     shutil.rmtree(folder / FAILURES, ignore_errors=True)
     (folder / PROGRESS).unlink(missing_ok=True)
     write_status(folder, content)
-    with contextlib.suppress(OSError):  # the disk is already full: the first save will report it
+    with contextlib.suppress(OSError):  # the disk is full already: the first save reports it
         (folder / _SPARE).write_bytes(bytes(LEASE_BYTES))
 
 
 def end_status(folder: Path, content: dict[str, Any]) -> None:
-    """Write how a run ended; if the disk is full, write into the reserved space."""
+    """Write the status of a run that has ended; if the disk is full, write into the reserved space."""
     try:
         write_status(folder, content)
     except OSError as error:
@@ -64,26 +65,26 @@ def end_status(folder: Path, content: dict[str, Any]) -> None:
 
 
 def write_status(folder: Path, content: dict[str, Any]) -> None:
-    """Replace the file in one step."""
+    """Replace `status.json` atomically."""
     replace(folder / NAME, _json(content))
 
 
 def _json(content: dict[str, Any]) -> bytes:
-    """Return the content as JSON, with its error cut to the length that a reader reads."""
+    """Return the content as JSON, with long texts of an error cut, so that readers accept the size of the file."""
     for key in ("error", "message", "traceback"):
         text = content.get(key)
         if text is not None and len(text) > _MOST_CHARACTERS:
-            # The important part of a traceback is its end, that of an error its beginning.
+            # the end of a traceback and the beginning of a message are the important parts
             part = f"... {text[-_MOST_CHARACTERS:]}" if key == "traceback" else f"{text[:_MOST_CHARACTERS]} ..."
             content = content | {key: f"{part} ({len(text):,} characters)"}
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def in_short(text: str) -> str:
-    """Return the beginning of an error's first line, for a place that links to the whole text.
+    """Return the beginning of the first line of an error message, where the whole message is shown elsewhere.
 
-    For an error that a loader's worker raised, it is the line of the worker's error, without the traceback that torch
-    adds.
+    If a worker of a loader raised the error, the line with the worker's error is used, without the traceback that torch
+    puts before it.
     """
     line, _, rest = text.strip().partition("\n")
     if rest.startswith(_FROM_WORKER):
@@ -93,14 +94,14 @@ def in_short(text: str) -> str:
 
 
 def why_of(content: dict[str, Any], error: str) -> dict[str, Any]:
-    """Return the parts of a status that give the reason for an error in short, with its summary."""
+    """Return the entries of a status that say shortly why a run failed."""
     why, summary = in_short(error), content.get("summary")
     return {"why": why, "summary": {**summary, "why": why} if isinstance(summary, dict) else summary}
 
 
 def _use_spare(spare: Path, data: bytes) -> bool:
     try:
-        # The spare file's blocks are already allocated, and the write does not free them.
+        # The blocks of the spare file are allocated already, and writing over them does not need more.
         with open(spare, "r+b") as file:
             file.write(data)
             file.truncate()
@@ -110,12 +111,12 @@ def _use_spare(spare: Path, data: bytes) -> bool:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Read a run's status; None if there is none, or it cannot be read."""
+    """Read the status of a run; return None if there is no status, or if it cannot be read."""
     return _read(folder / NAME)
 
 
 def read_step(folder: Path, run_id: str) -> int:
-    """Return the optimizer step that a run has reached, as far as its folder says; else 0."""
+    """Return the number of optimizer steps that a run has done, by the files in its folder; 0 if they do not say it."""
     said, seen = _read(folder / NAME) or {}, _read(folder / PROGRESS) or {}
     steps = [each.get("global_step") for each in (said, seen)]
     return max((step for step in steps if type(step) is int), default=0) if said.get("run_id") == run_id else 0
@@ -132,22 +133,23 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def leave_failure(folder: Path, rank: int, facts: dict[str, Any]) -> None:
-    """Write what a failing rank was doing, and its error, if they can be written.
+    """Write `failures/rank-<n>.json` for a rank that fails; if it cannot be written, do nothing.
 
     Args:
         folder: the run folder.
-        rank: the rank.
-        facts: `host, pid, step, batch, phase, how, message, traceback, remote`, as far as they are known.
+        rank: number of the rank.
+        facts: content of the file: those of `host`, `pid`, `step`, `batch`, `phase`, `how`, `message`, `traceback` and
+            `remote` that are known.
     """
     content = {"rank": rank, "time": time.time(), "cause": False, **facts}
-    # The path is on another disk than the main process's, or the disk is full: the error is printed anyway.
+    # The path does not exist on this machine, or the disk is full: the error is printed in any case.
     with contextlib.suppress(OSError):
         (folder / FAILURES).mkdir(exist_ok=True)
         replace(folder / FAILURES / f"rank-{rank}.json", _json(content))
 
 
 def read_failures(folder: Path) -> list[dict[str, Any]]:
-    """Read the ranks that failed: first the cause if one is named, then by time."""
+    """Read the files of the ranks that failed: the rank that is marked as the cause comes first, the others by time."""
     found = [_read(path) for path in (folder / FAILURES).glob("rank-*.json") if _OF_A_RANK.fullmatch(path.name)]
     known = [one for one in found if one is not None and isinstance(one.get("rank"), int)]
     return sorted(known, key=lambda one: (not one.get("cause"), bool(one.get("remote")), _number(one.get("time"))))
@@ -158,18 +160,20 @@ def _number(value: Any) -> float:
 
 
 def find_failure(folder: Path) -> str:
-    """Find the first error that another rank has written, with its rank; empty if there is none."""
+    """Return the first error of its own that another rank has written, with the rank; empty if there is none."""
     own = [one for one in read_failures(folder) if one["rank"] and not one.get("remote") and one.get("message")]
     return f"rank {own[0]['rank']}: {own[0]['message']}" if own else ""
 
 
 def name_cause(folder: Path, pid: int, ends: Iterable[tuple[int, dict[str, Any], bool]]) -> None:
-    """Complete the ranks' files from the agent: add killed ranks, and mark the cause.
+    """Complete `failures/` after the ranks have ended: write files for killed ranks, and mark the cause.
+
+    The agent calls this function.
 
     Args:
         folder: the run folder.
-        pid: the main process's; the folder may be another run's by now.
-        ends: for each rank that ended badly its number, what the agent knows of it, and whether it is the cause.
+        pid: process id of the run's main process; if another run uses the folder now, nothing is written.
+        ends: for each failed rank its number, the facts that the agent knows, and whether the rank is the cause.
     """
     if (read_status(folder) or {}).get("pid") != pid:
         return
@@ -182,7 +186,7 @@ def name_cause(folder: Path, pid: int, ends: Iterable[tuple[int, dict[str, Any],
 
 
 def how_to_go_on(status: dict[str, Any]) -> str:
-    """Return a shell command by which an unfinished run continues; empty for a finished or an old one.
+    """Return a shell command that continues an unfinished run; empty if the run is finished or no command is known.
 
     Example:
         >>> how_to_go_on({"status": "failed", "command": ["python", "train.py"], "resumes": True})
@@ -206,16 +210,17 @@ def how_to_go_on(status: dict[str, Any]) -> str:
 
 
 def finish_status(folder: Path, pid: int, error: str, signal: str | None = None, own: bool = False) -> None:
-    """Write the cause from the agent, if the ranks have ended badly and the main process could not write it.
+    """Write into `status.json` why the ranks failed, if the main process could not do so; the agent calls this.
 
-    An error of its own that the main process wrote stays, and so does a status of done, preempted, interrupted or hung.
+    The status does not change if it is done, preempted, interrupted or hung, or if the main process has written an
+    error of its own.
 
     Args:
         folder: the run folder.
-        pid: the main process's; the file may be another's by now.
-        error: why the ranks ended.
-        signal: what asked them to end before.
-        own: it is the main process that failed.
+        pid: process id of the run's main process; if another run uses the folder now, nothing is written.
+        error: why the ranks failed.
+        signal: name of the signal that asked the job to end before; None if there was no signal.
+        own: whether the main process is the rank that failed.
     """
     content = read_status(folder)
     if content is None or content.get("pid") != pid:
