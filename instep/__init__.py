@@ -1,6 +1,6 @@
 """instep: a trainer framework for PyTorch.
 
-Importing this package loads nothing, not even torch: a name is loaded when it is first used.
+Importing this package is fast, since it does not import torch: each public name is imported when it is first used.
 
 Example:
     >>> from instep import Trainer, TrainModule
@@ -56,12 +56,12 @@ __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        if find_spec(f"instep.{name}") is not None:  # `from instep import room` first asks for the name as an attribute
+        if find_spec(f"instep.{name}") is not None:  # `from instep import utils` looks for an attribute `utils` first
             raise AttributeError(name)
         from instep.utils.porting import no_such_name  # imported late: only an error needs it
 
         raise no_such_name("instep", name)
-    from instep.utils.imports import without_collections  # imported late: `import instep` loads nothing
+    from instep.utils.imports import without_collections  # imported late: `import instep` must be fast
 
     with without_collections():
         value = getattr(import_module(_HOME[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m instep`: the `instep` command."""
+"""Run the command `instep` by `python -m instep`."""
 
 import sys
 

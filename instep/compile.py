@@ -1,7 +1,7 @@
-"""`torch.compile` as a setting: what is compiled, by which options, and how often it was compiled anew.
+"""`CompileConfig`: what `torch.compile` compiles and with which options; `Recompiles` counts recompilations.
 
-`Trainer(compile=...)` and `Accelerator(compile=...)` take it. Modules are compiled in place, so names in checkpoints
-stay as they are.
+`Trainer(compile=...)` and `Accelerator(compile=...)` take a `CompileConfig`. Modules are compiled in place, so names in
+checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -43,26 +43,29 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """What `torch.compile` compiles, and how.
+    """Settings of `torch.compile`: what is compiled, and how.
 
     Args:
-        scope: "module": the module's forward and step methods. "step": forward, loss and backward in one graph, and the
-            optimizer's step too, where that is possible; what is not is said in the log, and runs as with "module".
-        optimizer: whether "step" compiles the optimizer's step. torch's Adam then takes its bias correction in float32,
-            so losses may differ in the fifth digit.
-        regions: compile only blocks that repeat, each by itself, which takes much less time than the whole: True for
-            the items of all `nn.ModuleList`s (a model without one is compiled as a whole), or names of modules, names
-            of classes, or classes. A name of a `ModuleList` means its items.
-        backend: of `torch.compile`, a name or a function.
+        scope: "module": compile the module's forward and step methods. "step": compile forward, loss and backward into
+            one graph, and the optimizer's step too. A step that cannot be compiled so runs as with "module", and the
+            reason is logged.
+        optimizer: whether "step" compiles the optimizer's step. torch's Adam then computes its bias correction in
+            float32, so losses may differ in the fifth digit.
+        regions: compile only repeated blocks, each separately, which takes much less time than compiling the whole
+            model. True: the items of all `nn.ModuleList`s; a model without `ModuleList` is compiled as a whole. A list:
+            names of modules, names of classes, or classes; the name of a `ModuleList` stands for its items.
+        backend: backend of `torch.compile`, by name or as a function.
         mode: "default", "reduce-overhead" or "max-autotune".
-        fullgraph: a graph that breaks is an error.
-        dynamic: whether shapes may vary; None: as torch finds out.
-        options: of the backend.
-        cache_dir: folder for compiled code, so that the next start need not compile again. None: torch's own, which is
-            in the system's temporary folder. Code is loaded from it: it must be yours, and not writable by others.
+        fullgraph: whether a graph break is an error.
+        dynamic: whether shapes may vary; None: torch finds out.
+        options: options of the backend.
+        cache_dir: folder for compiled code, so that the next start does not have to compile again. Code is loaded from
+            this folder, so it must belong to you and must not be writable by others. None: torch's own folder, in the
+            temporary folder of the system.
 
     Raises:
-        SettingError: a value is wrong, `scope="step"` is given with regions, or `mode` with options.
+        SettingError: a value is wrong, or two of them exclude each other: `scope="step"` and `regions`, `mode` and
+            `options`.
 
     Example:
         >>> CompileConfig(regions=["Block"], backend="aot_eager").options_of_torch()
@@ -91,12 +94,12 @@ class CompileConfig:
             raise SettingError("mode is a set of options of its own: give mode or options, not both", field="options")
 
     def overwrites_outputs(self, device: torch.device) -> bool:
-        """Return whether torch records compiled code as CUDA graphs, whose next run overwrites the last outputs."""
+        """Return True if torch records compiled code as CUDA graphs, in which each run overwrites the last outputs."""
         records = (self.options or {}).get("triton.cudagraphs", self.mode in ("reduce-overhead", "max-autotune"))
         return bool(records) and device.type == "cuda"
 
     def options_of_torch(self) -> dict[str, Any]:
-        """Return the arguments for `torch.compile` that differ from torch's defaults, and the backend."""
+        """Return the backend and the arguments for `torch.compile` that differ from torch's defaults."""
         names = ("mode", "fullgraph", "dynamic", "options")
         defaults = {each.name: each.default for each in fields(self)}
         return {"backend": self.backend} | {
@@ -105,10 +108,10 @@ class CompileConfig:
 
 
 def resolve_compile(name: str, value: Any) -> CompileConfig | None:
-    """Check a setting `compile` and return its resolved form; None if nothing is compiled.
+    """Check the argument `compile` and convert it to a `CompileConfig`; return None if nothing is to be compiled.
 
     Raises:
-        SettingError: it is none of what is described at `CompileConfig`.
+        SettingError: the value is wrong.
 
     Example:
         >>> resolve_compile("compile", {"scope": "step", "backend": "eager"}).scope
@@ -132,20 +135,20 @@ def resolve_compile(name: str, value: Any) -> CompileConfig | None:
 
 
 def compile_regions(model: nn.Module, config: CompileConfig) -> bool:
-    """Compile the blocks that `config.regions` names, in place; compiled blocks stay as they are.
+    """Compile the blocks that `config.regions` names, in place; blocks that are already compiled do not change.
 
     Returns:
-        Whether there are such blocks; if not, the model is compiled as a whole.
+        True if there are such blocks; False if the model has to be compiled as a whole.
 
     Raises:
-        SettingError: `regions` names what the model does not have.
+        SettingError: `regions` names a module or class that the model does not have.
     """
     blocks = find_regions(model, config.regions) if config.regions else []
     options = config.options_of_torch()
     for block in blocks:
         if block._compiled_call_impl is not None:
             continue
-        if type(block).__module__.startswith("torch."):  # up to torch 2.13 `compile` leaves torch's own classes out
+        if type(block).__module__.startswith("torch."):  # up to torch 2.13, `compile` does nothing for torch's classes
             block._compiled_call_impl = partial(torch.compile(_call, **options), block)  # type: ignore[assignment]
         else:
             block.compile(**options)
@@ -157,14 +160,14 @@ def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def find_regions(model: nn.Module, regions: bool | Sequence[str | type[nn.Module]]) -> list[nn.Module]:
-    """List the blocks that are compiled separately, without blocks inside another listed block.
+    """Return the blocks that are compiled separately, without blocks that are inside another of them.
 
     Args:
         model: the model.
-        regions: as in `CompileConfig`.
+        regions: names or classes of the blocks, as in `CompileConfig`.
 
     Raises:
-        SettingError: an entry fits no module.
+        SettingError: no module has such a name or class.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -188,17 +191,17 @@ def find_regions(model: nn.Module, regions: bool | Sequence[str | type[nn.Module
     return [each for each in found.values() if id(each) not in inside]
 
 
-# ---- what a run compiles
+# ---- compilation during a run
 
 
 class Recompiles:
-    """Counter of recompilations in this process since the object was made.
+    """Counts the recompilations in this process since the object was made.
 
-    The first reason is logged, once, when the next compilation ends or the run does.
+    The reason for the first recompilation is logged, when the next compilation or the run ends.
 
     Attributes:
-        count: recompilations.
-        reason: torch's reason of the first one; "" where there is none.
+        count: number of recompilations.
+        reason: torch's reason for the first recompilation; "" if there was no recompilation.
     """
 
     def __init__(self) -> None:
@@ -206,18 +209,18 @@ class Recompiles:
         self._start = time()
 
     def _look(self, arguments: Any) -> None:
-        """Record a compilation that ends."""
+        """Count a compilation that has ended, if it is a recompilation."""
         if arguments.callback_trigger.name != "DYNAMO":
-            return  # no forward was compiled, only its backward or a CUDA graph
+            return  # this was only the compilation of a backward or the recording of a CUDA graph
         number = getattr(CompileContext.current_compile_id(), "frame_compile_id", None)
         self.count += bool(number)
         self.report()
 
     def report(self) -> None:
-        """Log the first reason, if it was not logged yet."""
+        """Log the reason for the first recompilation, if it was not logged yet."""
         if not self.count or self.reason:
             return
-        from torch._dynamo.utils import get_compilation_metrics  # imported late: loaded by what compiles
+        from torch._dynamo.utils import get_compilation_metrics  # imported late: importing torch's compiler takes 1 s
 
         for metrics in get_compilation_metrics():
             reason, begun = getattr(metrics, "recompile_reason", None), getattr(metrics, "start_time", None) or 0.0
@@ -230,30 +233,30 @@ class Recompiles:
                 return
 
     def in_summary(self) -> dict[str, Any]:
-        """Return the fields of a run's summary."""
+        """Return the entries about recompilations in the summary of a run."""
         self.report()
         return {"recompiles": self.count, "recompile_reason": self.reason}
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count while the block runs, and report the reason at its end at the latest."""
-        from torch._dynamo.callback import callback_handler  # imported late: torch's compiler takes a second to load
+        """Count recompilations inside the block, and log the first reason at its end at the latest."""
+        from torch._dynamo.callback import callback_handler  # imported late: importing torch's compiler takes 1 s
 
         callback_handler.register_end_callback(self._look)
         try:
             yield
         finally:
-            if self._look in callback_handler.end_callbacks:  # otherwise torch.compiler.reset() has cleared them
+            if self._look in callback_handler.end_callbacks:  # False if torch.compiler.reset() cleared the list
                 callback_handler.remove_end_callback(self._look)
             self.report()
 
 
 @contextmanager
 def compiled_code_in(folder: PathLike | None) -> Iterator[None]:
-    """Keep compiled code in a folder while the block runs.
+    """Store compiled code in a folder, and load it from there, inside the block; None: do not change torch's folder.
 
     Raises:
-        SettingError: another user may write there, so what is loaded from it could be a stranger's.
+        SettingError: another user can write to the folder, so that the code in it cannot be trusted.
     """
     if folder is None:
         yield

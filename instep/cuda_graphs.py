@@ -1,8 +1,9 @@
-"""CUDA graphs of a training step: `Trainer(cuda_graphs=True)` records a step's kernels once and replays them.
+"""`CapturedStep` and `CapturedOptimizer`: record the kernels of a training step once as CUDA graphs, and replay them.
 
-A replay launches all kernels of forward, loss and backward at once, and those of the optimizer's step at once. So a
-step of many small kernels no longer waits for the host. The step's Python code runs once, while the step is recorded. A
-step with anything that a replay cannot repeat exactly runs the normal way, and the reason is logged.
+`Trainer(cuda_graphs=True)` uses this module. A replay launches all kernels of forward, loss and backward at once, and
+another replay those of the optimizer's step. So a step of many small kernels does not wait for the CPU. The Python code
+of the step runs only while it is recorded. A step that a replay cannot repeat exactly runs the normal way, and the
+reason is logged.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from instep.utils.rank_zero import rank_zero_info
 from instep.utils.warn import warn_user
 
 T = TypeVar("T")
-# steps that first run the normal way, as torch recommends, since libraries and optimizers allocate in their first steps
+# number of first steps that run the normal way, as torch recommends: libraries and optimizers allocate memory in them
 WARM_UP = 3
-_MOST = 3  # most recordings of one step: more of them cost more time than the replays save
+_MOST = 3  # limit for the number of recordings; more of them would take more time than the replays save
 _PLAIN = (type(None), bool, int, float, str)
 
 
 class NotCapturable(Exception):
-    """Reason why a step cannot be recorded."""
+    """Raised when a step cannot be recorded; the message is the reason."""
 
 
 class Recorder(Protocol):
     """Protocol of an object that warms up and records a step on a device."""
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """Run a function that will be recorded later, and return its result."""
+        """Run a function as preparation for recording it later, and return its result."""
         ...
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], Any]]:
-        """Record a function without running it; return the place of its results, and the function that replays it."""
+        """Record a function; return its results, whose memory each replay fills, and a function that replays it."""
         ...
 
 
 class CudaRecorder:
-    """The recorder of a CUDA device.
+    """Recorder for a CUDA device.
 
     Args:
-        device: where the step runs.
+        device: device on which the step runs.
 
     Source: torch's notes on CUDA graphs, "whole-network capture".
     """
@@ -54,11 +55,11 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
-        # torch's pool of pinned memory may still refer to these graphs
+        # these graphs are kept, since torch's pool of pinned memory may still refer to them
         self._abandoned: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """Run on a second stream, as a recording will; both streams wait for each other."""
+        """Run a function on the stream that is used for recording; each of the two streams waits for the other."""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -67,12 +68,12 @@ class CudaRecorder:
         return result
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], Any]]:
-        """Record; the results lie in the graph's own memory, which each replay overwrites."""
+        """Record a function; its results are in the graph's own memory, which each replay overwrites."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # return cached memory that the graph may need
+        torch.cuda.empty_cache()  # the graph may need memory that is only cached
         with torch.cuda.stream(self._side):
-            # Meanwhile threads of a loader pin memory. The stricter mode would treat that as an error of the step.
+            # In a stricter mode the recording would fail if a thread of a loader pins memory at the same time.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = run()
@@ -83,46 +84,44 @@ class CudaRecorder:
         return result, graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-        """Reset what torch does not reset itself after a failed recording.
+        """Reset torch's random generator and memory allocator after a failed recording.
 
-        Without this, torch's random generator would refuse to draw, and its allocator would keep all memory that
-        several streams have used.
-
-        Its random generator would refuse to draw, and its allocator keep all memory that several streams have used.
+        torch does not do this itself. Without it, the generator would refuse to draw numbers, and the allocator would
+        keep all memory that several streams have used.
         """
-        with suppress(RuntimeError):  # an error of this reset would hide the first error, which says more
+        with suppress(RuntimeError):  # an error here would hide the error of the recording, which says more
             graph.capture_end()
         graph.reset()
         self._abandoned.append(graph)
-        with suppress(RuntimeError):  # after a recording that succeeded, torch has already done this
+        with suppress(RuntimeError):  # raised if the recording itself succeeded, since torch has done this then
             torch._C._cuda_endAllocateToPool(self._side.device_index, pool)
             torch._C._cuda_releasePool(self._side.device_index, pool)
         empty = torch.cuda.CUDAGraph()
-        # An empty recording releases the random generator from the failed recording.
+        # an empty recording makes the random generator forget the failed recording
         empty.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device=self._device)
         empty.capture_end()
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """Return the recorder of a device; None where there are no CUDA graphs."""
+    """Return a recorder for a device; None if the device has no CUDA graphs."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class CapturedStep:
-    """Forward, loss and backward of a batch, recorded once and replayed for each batch of the same shapes.
+    """Forward, loss and backward of a batch, recorded once and replayed for each batch with the same shapes.
 
     Args:
-        module: what is trained.
-        training_step: takes the batch and its index, and returns what the user's method does.
-        logged: the list that `self.log` appends `(name, value, ...)` to.
-        recorder: of the module's device.
-        device: the module's.
+        module: module that is trained.
+        training_step: function that takes the batch and its index, and returns the result of the user's method.
+        logged: list to which `self.log` appends `(name, value, ...)`.
+        recorder: recorder for the module's device.
+        device: device of the module.
 
     Attributes:
-        replayed: whether the last batch was trained on by a replay.
-        recorder: of the module's device.
-        optimizer: the recorded step of the optimizer, where there is one.
+        replayed: whether the step for the last batch was a replay.
+        recorder: recorder for the module's device.
+        optimizer: the recorded step of the optimizer; None if it is not recorded.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class CapturedStep:
         recorder: Recorder,
         device: torch.device,
     ) -> None:
-        self.replayed = False  # True if the last batch was replayed; its gradients then lie in the recording's memory
+        self.replayed = False  # if True, the gradients of the last batch are in the memory of the recording
         self.optimizer: CapturedOptimizer | None = None
         self._module, self._training_step, self._logged = module, training_step, logged
         self.recorder, self._device = recorder, device
@@ -142,15 +141,15 @@ class CapturedStep:
         self._replay: Callable[[], Any] | None = None
 
     def __call__(self, batch: Any, batch_idx: int, plain: Callable[..., Any]) -> Any:
-        """Train on a batch and leave its gradients in the parameters.
+        """Compute the gradients for a batch and store them in `grad` of the parameters.
 
         Args:
-            batch: tensors in nested containers, on the device.
-            batch_idx: its number.
-            plain: does the same the normal way, and returns nothing with a graph of autograd.
+            batch: the batch: tensors on the device, in nested containers.
+            batch_idx: index of the batch.
+            plain: function that does the same the normal way, and returns its output without autograd graph.
 
         Returns:
-            What `training_step` returns, without a graph of autograd.
+            The result of `training_step`, without autograd graph.
         """
         self.replayed = False
         if self._given_up:
@@ -159,7 +158,7 @@ class CapturedStep:
             self._left -= 1
             return self.recorder.warm_up(lambda: plain(batch, batch_idx))
         if self._replay is not None and self._state() != self._captured_state:
-            self._replay = None  # since the recording, weights were replaced, frozen or set to evaluation
+            self._replay = None  # since the recording, weights were replaced or frozen, or modes of modules changed
         if self._replay is None and not self._capture(batch, batch_idx):
             return plain(batch, batch_idx)
         if (why := self._misfit(batch)) or self._replay is None:
@@ -173,7 +172,7 @@ class CapturedStep:
         for p, gradient in self._gradients:
             if p.grad is not gradient:
                 p.grad = gradient
-        # Clone, since the next replay writes into the same memory, and a callback or the log may keep these tensors.
+        # cloned, since the next replay writes into the same memory, and a callback or logger may keep these tensors
         self._logged.extend((name, value.clone(), *rest) for name, value, *rest in self._entries)
         return map_leaves(_copied, self._output)
 
@@ -191,7 +190,7 @@ class CapturedStep:
 
             def run() -> tuple[Any, list[Any], list[Tensor | None]]:
                 for p in parameters:
-                    p.grad = None  # with `grad` None, the backward writes new gradients and does not add to old ones
+                    p.grad = None  # so that the backward writes new gradients, and does not add them to old ones
                 output = self._training_step(static, batch_idx)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -221,7 +220,7 @@ class CapturedStep:
                 )
 
     def _state(self) -> tuple[Any, ...]:
-        """Return what a recording depends on: addresses of weights, which are trained, and the modules' modes."""
+        """Return all that a recording depends on: addresses of weights, which are trained, and modes of modules."""
         module = self._module
         return (
             [(p.data_ptr(), p.requires_grad) for p in module.parameters()],
@@ -230,7 +229,7 @@ class CapturedStep:
         )
 
     def _misfit(self, batch: Any) -> str:
-        """Return how a batch differs from the recorded one; "" if it does not."""
+        """Return how a batch differs in shape from the recorded batch; "" if it does not differ."""
         try:
             shapes = _shapes(batch, self._device)
         except NotCapturable as error:
@@ -249,11 +248,11 @@ class CapturedStep:
 
 
 class CapturedOptimizer:
-    """An optimizer's step, recorded once and replayed after each replayed backward.
+    """Step of an optimizer, recorded once and replayed after each replayed backward.
 
     Args:
-        optimizer: for which `why_not_captured` says nothing.
-        step: what computes its gradients.
+        optimizer: optimizer whose step can be recorded, by `why_not_captured`.
+        step: recorded step that computes the gradients.
     """
 
     def __init__(self, optimizer: Optimizer, step: CapturedStep) -> None:
@@ -262,7 +261,7 @@ class CapturedOptimizer:
         self._replay: Callable[[], Any] | None = None
 
     def __call__(self) -> None:
-        """Step."""
+        """Make a step of the optimizer, by a replay if possible."""
         if self._given_up or not self._step.replayed:
             self._plain()
             return
@@ -290,7 +289,7 @@ class CapturedOptimizer:
         return True
 
     def _state(self) -> list[Any]:
-        """Return the settings that a recording depends on; for a tensor, its address."""
+        """Return the optimizer's settings, on which a recording depends; of a tensor, the address."""
         return [
             (name, value.data_ptr() if isinstance(value, Tensor) else value)
             for group in self._optimizer.param_groups
@@ -309,11 +308,11 @@ class CapturedOptimizer:
 
 
 def why_not_captured(optimizer: Optimizer, scheduled: bool) -> str:
-    """Return why an optimizer's step cannot be recorded; "" if it can.
+    """Return why the step of an optimizer cannot be recorded; "" if it can be recorded.
 
     Args:
-        optimizer: of the run.
-        scheduled: whether a scheduler changes its settings.
+        optimizer: optimizer of the run.
+        scheduled: whether a scheduler changes the settings of the optimizer.
 
     Example:
         >>> why_not_captured(torch.optim.Adam([torch.zeros(1)]), scheduled=False)
@@ -338,12 +337,12 @@ def why_not_captured(optimizer: Optimizer, scheduled: bool) -> str:
 
 
 def runs_without(optimizer: Optimizer, why: str) -> str:
-    """Return the warning for an optimizer whose step is not recorded."""
+    """Return the text of a warning that the step of an optimizer is not recorded."""
     return f"cuda_graphs: the step of {type(optimizer).__name__} runs the normal way, since {why}."
 
 
 def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
-    """Return the properties that each leaf must keep from batch to batch, by its path."""
+    """Return the properties of each leaf that must be the same in all batches, by path: shape, strides and dtype."""
     found: dict[str, Any] = {}
     for name, leaf in iter_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -358,16 +357,16 @@ def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
 
 
 def without_graph(output: Any) -> Any:
-    """Return a step's output, detached.
+    """Return the output of a step, with all tensors detached.
 
-    Otherwise autograd's graph stays alive while a step is recorded. It would draw the stream on which it was made into
-    the recording, and the default stream makes a recording fail.
+    An autograd graph that is alive while a step is recorded would bring the stream on which it was made into the
+    recording; if that is the default stream, the recording fails.
     """
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error. For chained errors it is that of the step's own error."""
+    """Return the first line of an error's message; for chained errors, of the error that the step itself raised."""
     if isinstance(error.__context__, RuntimeError | NotCapturable):
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

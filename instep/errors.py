@@ -1,31 +1,31 @@
-"""Every error that instep raises.
+"""All errors that instep raises.
 
     InstepError
     ├── SettingError (ValueError)             an argument is wrong, or two of them contradict each other
     ├── UsageError (RuntimeError)             a method was called where it cannot work
-    │   └── StateError                        a state singleton was asked for something else than it holds
-    ├── HookError (TypeError)                 a user's hook is missing or returned what it must not
+    │   └── StateError                        a state singleton was asked for settings that it does not have
+    ├── HookError (TypeError)                 a user's hook is missing, or returned a wrong value
     ├── LogError (ValueError)                 `self.log` got a wrong value, or contradicts an earlier call
     ├── DataError (ValueError)                a loader or a batch cannot be used
     │   ├── LoaderWorkerError (RuntimeError)  a worker process of a loader has died
-    │   ├── NotTensorError (TypeError)        a collective got what is no tensor
-    │   └── ShapeMismatchError (RuntimeError)  tensors that are to be joined have other shapes
-    ├── NonFiniteError (FloatingPointError)   the loss or a gradient is nan or inf, and the run was to stop then
+    │   ├── NotTensorError (TypeError)        a collective got an object that is not a tensor
+    │   └── ShapeMismatchError (RuntimeError)  tensors that are to be joined have different shapes
+    ├── NonFiniteError (FloatingPointError)   the loss or a gradient is nan or inf, under nonfinite="stop"
     ├── TrainingSpikeError (RuntimeError)     SpikeDetection found a jump of the loss
     ├── MissingPackageError (ImportError)     an optional package is missing or too old
     ├── CheckpointError (RuntimeError)        a checkpoint could not be written or read
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CorruptCheckpointError            a file is missing, too short, or its checksum differs
     │   ├── UnsavableStateError (TypeError)   a state holds an object that cannot be encoded without pickle
-    │   ├── FolderInUseError                  another run saves its checkpoints there
-    │   └── LeaseLostError                    another run has taken the folder over; this one must not write any more
+    │   ├── FolderInUseError                  another run saves its checkpoints in the same folder
+    │   └── LeaseLostError                    another run has taken the folder over; this run must not write there
     └── DistributedError (RuntimeError)       processes disagree, or one of them failed
-        └── RemoteError                       another rank raised: its rank and traceback
+        └── RemoteError                       another rank raised an error; has its rank and traceback
 
     Preempted (SystemExit, code 75)           the run was asked to stop, saved itself, and can be resumed
 
-`Preempted` is not an `InstepError` and not an `Exception`: a script that catches exceptions around `fit` must not
-go on to test a model whose training was cut short.
+`Preempted` is neither an `InstepError` nor an `Exception`, so that a script that catches exceptions around `fit` does
+not go on to test a model whose training was cut short.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ EXIT_HUNG = 76
 
 
 class InstepError(Exception):
-    """Base of every error of instep. Catch it to catch all of them, except `Preempted`.
+    """Base class of all errors of instep, except `Preempted`. Catch it to catch all of them.
 
-    Its text holds nothing that a terminal would obey: control characters of the names in it are escapes.
+    Control characters in the message are escaped, so that a name in it cannot control a terminal.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -54,9 +54,10 @@ class SettingError(InstepError, ValueError):
     """Raised when an argument or a setting has a wrong value. Give the value that the message asks for.
 
     Args:
-        message: what was wrong, what was expected and what to do.
-        field: the argument's name; None where several arguments do not go together.
-        got: the value of that argument; where it is another package's, or holds such a thing, the message gets a hint.
+        message: what is wrong, what was expected, and what to do.
+        field: name of the argument; None if several arguments exclude each other.
+        got: value of the argument. If it is, or contains, an object of another trainer's package, the message gets a
+            hint on how to replace it.
     """
 
     def __init__(self, message: str, *, field: str | None = None, got: Any = None) -> None:
@@ -68,32 +69,32 @@ class SettingError(InstepError, ValueError):
 def _cleaned(text: str) -> str:
     if text.isprintable():
         return text
-    from instep.utils.untrusted_files import clean  # imported late: it imports this module
+    from instep.utils.untrusted_files import clean  # imported late: only an error needs it
 
     return clean(text)
 
 
 def _hint_of(got: Any) -> str:
-    """Return a sentence about the replacement of another trainer's object; "" if `got` is no such object."""
-    from instep.utils.porting import hint_of_object  # imported late: only an error reads these tables
+    """Return a sentence on how to replace an object of another trainer's package; "" for any other object."""
+    from instep.utils.porting import hint_of_object  # imported late: only an error needs these tables
 
     items = got if isinstance(got, list | tuple | set) else (got,)
     return next((f" {hint}." for item in items if (hint := hint_of_object(item))), "")
 
 
 class UsageError(InstepError, RuntimeError):
-    """Raised when a method is called where it cannot work. Call it at the place that the message names."""
+    """Raised when a method is called at a place or time where it cannot work. Call it where the message says."""
 
 
 class StateError(UsageError):
-    """Raised when a state singleton, such as `PartialState`, is asked for other settings than it has, or holds nothing.
+    """Raised when a state singleton, such as `PartialState`, is asked for settings that it does not have, or is empty.
 
-    Build the state once, with all its settings, before anything else uses it.
+    Build the state once, with all settings, before other code uses it.
     """
 
 
 class HookError(InstepError, TypeError):
-    """Raised when a hook of yours is missing, has a wrong signature, or returned a wrong value. Fix that hook."""
+    """Raised when one of your hooks is missing, has a wrong signature, or returned a wrong value. Fix the hook."""
 
 
 class LogError(InstepError, ValueError):
@@ -108,31 +109,31 @@ class DataError(InstepError, ValueError):
 
 
 class LoaderWorkerError(DataError, RuntimeError):
-    """Raised when a worker process of a loader has died. The message says by what, and what to change."""
+    """Raised when a worker process of a loader has died. The message says why, and what to change."""
 
 
 class NotTensorError(DataError, TypeError):
-    """Raised when a collective gets something that is no tensor. Use the one for objects that the message names."""
+    """Raised when a collective gets an object that is not a tensor. Use the collective that the message names."""
 
 
 class ShapeMismatchError(DataError, RuntimeError):
-    """Raised when tensors that are to be joined have shapes that do not fit. Pad them, as the message says."""
+    """Raised when tensors cannot be joined because their shapes differ. Pad them, as the message says."""
 
 
 class NonFiniteError(InstepError, FloatingPointError):
     """Raised when the loss or a gradient is nan or inf, under `Trainer(nonfinite="stop")`.
 
-    The update was left out, and the run has ended. Look at the batches that the attributes name, or lower the learning
-    rate.
+    The weights were not updated, and the run has ended. Look at the batches that the attributes name, or lower the
+    learning rate.
 
     Args:
         message: what was not finite, where, and what to do next.
-        global_step: the optimizer step, counted as if it had been made.
-        epoch: from 0.
-        batches: numbers of the window's batches in the epoch, from 0.
-        ranks: where the loss was not finite; where all losses were finite, those with such gradients.
-        parameters: names of those whose gradients were not finite.
-        sample_indices: by rank: the data set's indices of each of the batches; None where unknown.
+        global_step: number of the optimizer step that was left out.
+        epoch: number of the epoch, from 0.
+        batches: numbers of the batches of this optimizer step in the epoch, from 0.
+        ranks: ranks on which the loss was not finite; if all losses were finite, ranks on which a gradient was not.
+        parameters: names of the parameters whose gradients were not finite.
+        sample_indices: by rank, the indices in the data set of the samples of each batch; None: unknown.
     """
 
     def __init__(
@@ -159,12 +160,12 @@ class TrainingSpikeError(InstepError, RuntimeError):
     """Raised by the callback `SpikeDetection` when the loss jumps. Look at the batches that the attributes name.
 
     Args:
-        message: the loss, where, and what to do next.
-        global_step: the optimizer step of the batch.
-        epoch: from 0.
-        batches: number in the epoch of the batch before and of the batch itself, from 0.
-        ranks: where the loss jumped.
-        sample_indices: by rank: the data set's indices of each of the batches; None where unknown.
+        message: the loss, where it jumped, and what to do next.
+        global_step: number of the optimizer step that the batch belongs to.
+        epoch: number of the epoch, from 0.
+        batches: numbers of the last batch before the jump and of the batch with the jump in the epoch, from 0.
+        ranks: ranks on which the loss jumped.
+        sample_indices: by rank, the indices in the data set of the samples of each batch; None: unknown.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class CheckpointError(InstepError, RuntimeError):
 
     Args:
         message: what happened.
-        path: the file or folder; None where none is known.
+        path: path of the file or folder; None: unknown.
     """
 
     def __init__(self, message: str, *, path: str | Path | None = None) -> None:
@@ -203,14 +204,14 @@ class CheckpointError(InstepError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """Raised when there is no checkpoint at a path. Give a path that has one.
+    """Raised when there is no checkpoint at a path. Give the path of a checkpoint.
 
-    With `ckpt_path="auto"` a run without a checkpoint starts afresh.
+    With `ckpt_path="auto"`, a run without a checkpoint starts from the beginning.
     """
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Raised when a file of a checkpoint is missing, too short, or not as it was written. Load an older checkpoint."""
+    """Raised when a file of a checkpoint is missing, too short, or has changed. Load an older checkpoint."""
 
 
 class UnsavableStateError(CheckpointError, TypeError):
@@ -225,23 +226,23 @@ class FolderInUseError(CheckpointError):
 
 
 class LeaseLostError(CheckpointError):
-    """Raised when another run took the folder of checkpoints over, because this run did not answer for too long.
+    """Raised when another run has taken over the folder of checkpoints, since this run did not respond for too long.
 
-    This run must not write there any more: end it, or start it again with another folder.
+    This run must not write there any more. End it, or start it again with another folder.
     """
 
 
 class DistributedError(InstepError, RuntimeError):
-    """Raised when processes disagree, or one of them failed. The message says which ranks, and in what."""
+    """Raised when processes disagree, or when one of them failed. The message says which ranks, and about what."""
 
 
 class RemoteError(DistributedError):
-    """Raised when another rank raised an error. Read the traceback of that rank, which the message ends with.
+    """Raised when another rank raised an error. Read the traceback of that rank at the end of the message.
 
     Args:
-        message: the operation that failed.
-        rank: the rank that raised.
-        traceback: the traceback of that rank, as text.
+        message: name of the operation that failed.
+        rank: rank that raised the error.
+        traceback: traceback of that rank, as text.
     """
 
     def __init__(self, message: str, *, rank: int, traceback: str) -> None:
@@ -253,11 +254,11 @@ class RemoteError(DistributedError):
 class Preempted(SystemExit):
     """Raised when a run was asked to stop (a signal, the trigger "preempted"), saved itself, and can be resumed.
 
-    Uncaught, it ends the process with exit status 75. Run the same command again to go on.
+    If it is not caught, the process ends with exit status 75. Run the same command again to continue the run.
 
     Args:
-        message: what happened and how to go on.
-        checkpoint: the checkpoint to resume from.
+        message: what happened, and how to continue.
+        checkpoint: path of the checkpoint to resume from.
     """
 
     def __init__(self, message: str, checkpoint: Path | None = None) -> None:
@@ -270,24 +271,24 @@ class Preempted(SystemExit):
 
 
 def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
-    """Make the error for a value outside a closed set. The error names the nearest allowed value, if one is close.
+    """Return the error for a value that is not one of the allowed values; the message has the nearest allowed value.
 
     Args:
         field: name of the argument.
-        got: the value.
-        allowed: the values that the argument may have.
+        got: value that was given.
+        allowed: values that are allowed.
 
     Returns:
-        The error, to be raised.
+        The error, which the caller raises.
 
     Example:
         >>> print(one_of("mode", "mim", ("min", "max")))
         mode='mim' is not known. Use one of: min, max. Did you mean 'min'?
     """
-    from instep.utils.porting import OTHER_NAMES  # imported late: only an error reads these tables
+    from instep.utils.porting import OTHER_NAMES  # imported late: only an error needs these tables
 
     names, text = [str(value) for value in allowed], str(got)
-    # get_close_matches returns the nearest name first; a typing error seldom changes a name's beginning or length
+    # get_close_matches returns the nearest name first; a typing error rarely changes the beginning or length of a name
     near = get_close_matches(text, names)
     near.sort(key=lambda name: (not name.startswith(text), name[:1] != text[:1], abs(len(name) - len(text))))
     known = OTHER_NAMES.get(field, {}).get(text.lower())

@@ -1,4 +1,4 @@
-"""Files of a trained module for programs that run it without instep: ONNX, torch.export, TorchScript, TensorRT."""
+"""Export a trained module for programs without instep: as ONNX, torch.export, TorchScript or TensorRT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEANWHILE = ("_compiled_call_impl",)
 
 
 def to_onnx(module: TrainModule, file_path: Location | BytesIO | None, input_sample: Any, **kwargs: Any) -> Any:
-    """Write a module as ONNX; see `TrainModule.to_onnx`."""
+    """Write a module as an ONNX file; arguments are described at `TrainModule.to_onnx`."""
     purpose = f"{type(module).__name__}.to_onnx()"
     check_installed("onnx", extra="onnx", purpose=purpose)
     dynamo = kwargs.get("dynamo", True)
@@ -41,20 +41,19 @@ def to_onnx(module: TrainModule, file_path: Location | BytesIO | None, input_sam
         "Could not export to ONNX since neither `input_sample` nor `model.example_input_array` attribute is set.",
     )
     target = None if file_path is None else _target(file_path)
-    # `f` may be a buffer too, though torch does not declare it.
+    # torch accepts a buffer here too, although its annotation does not say so
     where: Any = str(target) if isinstance(target, Path) else target
     if isinstance(target, Path) and dynamo:
-        kwargs.setdefault("verbose", False)  # torch prints its progress
+        kwargs.setdefault("verbose", False)  # otherwise torch prints its progress
     with _at_rest(module, by_jit=not dynamo):
-        # torch must write to the final path itself, since the weights lie in a second file and the model holds its
-        # name.
+        # torch has to write to the final path itself: the weights are in a second file, whose name the model contains
         return torch.onnx.export(module, args, where, kwargs=named or None, **kwargs)
 
 
 def to_exported_program(
     module: TrainModule, file_path: Location | BytesIO | None, input_sample: Any, **kwargs: Any
 ) -> torch.export.ExportedProgram:
-    """Export a module by `torch.export`; see `TrainModule.to_exported_program`."""
+    """Export a module with `torch.export`; arguments are described at `TrainModule.to_exported_program`."""
     args, named = _sample_of(
         module,
         input_sample,
@@ -69,7 +68,7 @@ def to_exported_program(
 def to_torchscript(
     module: TrainModule, file_path: Location | None, method: str, example_inputs: Any, **kwargs: Any
 ) -> Any:
-    """Make TorchScript of a module; see `TrainModule.to_torchscript`."""
+    """Convert a module to TorchScript; arguments are described at `TrainModule.to_torchscript`."""
     try:
         _METHOD("method", method)
     except SettingError as error:
@@ -92,7 +91,7 @@ def to_torchscript(
             several = checked if isinstance(checked, list) else [checked]
             kwargs["check_inputs"] = [_sample_of(module, each, "")[0] for each in several]
         with _at_rest(module, by_jit=True):
-            # torch wants one of the two arguments, and None for the other
+            # torch needs exactly one of these two arguments
             inputs = {"example_kwarg_inputs": named} if named else {"example_inputs": args}
             made = torch.jit.trace(module, **inputs, **kwargs)
     _write(file_path, lambda file: torch.jit.save(made, file))
@@ -109,7 +108,7 @@ def to_tensorrt(
     default_device: str | torch.device,
     **compile_kwargs: Any,
 ) -> Any:
-    """Compile a module by TensorRT; see `TrainModule.to_tensorrt`."""
+    """Compile a module with TensorRT; arguments are described at `TrainModule.to_tensorrt`."""
     purpose = f"{type(module).__name__}.to_tensorrt()"
     torch_tensorrt = require("torch_tensorrt", extra=None, purpose=purpose)
     device, wanted = module.device, torch.device(default_device)
@@ -149,11 +148,11 @@ def to_tensorrt(
     return made
 
 
-# ---- what they share
+# ---- functions that the exports share
 
 
 def _sample_of(module: TrainModule, given: Any, missing: str) -> Sample:
-    """Return the arguments with which to trace `forward`, on the module's device, after its batch hooks."""
+    """Return arguments for tracing `forward`, made from a sample by the batch hooks, on the module's device."""
     sample = module.example_input_array if given is None else given
     if sample is None:
         raise SettingError(missing, field="input_sample")
@@ -167,7 +166,10 @@ def _sample_of(module: TrainModule, given: Any, missing: str) -> Sample:
 
 @contextmanager
 def _at_rest(module: nn.Module, by_jit: bool = False) -> Iterator[None]:
-    """Prepare a module for tracing: whole weights, eval mode, no gradients, nothing compiled. Restore it afterwards."""
+    """Prepare a module for tracing inside the block: eval mode, no gradients, no compiled code.
+
+    Sharded weights are an error.
+    """
     sharded = next((name for name, p in module.named_parameters() if hasattr(p, "full_tensor")), None)
     if sharded is not None:
         raise UsageError(
@@ -193,7 +195,7 @@ def _at_rest(module: nn.Module, by_jit: bool = False) -> Iterator[None]:
 
 
 def _target(file_path: Location | BytesIO) -> Path | BytesIO | None:
-    """Return the path that the main process writes; None on the other processes, which do not write."""
+    """Return the path or buffer that the main process writes; None on the other processes, which do not write."""
     if isinstance(file_path, BytesIO):
         return file_path
     if not PartialState().is_main_process:
@@ -206,7 +208,7 @@ def _target(file_path: Location | BytesIO) -> Path | BytesIO | None:
 
 
 def _write(file_path: Location | BytesIO | None, save: Any) -> None:
-    """Write a buffer or file by `save` on the main process; a file appears under its name only when it is complete."""
+    """Write a buffer or file with `save` on the main process; a file gets its name only when it is complete."""
     if file_path is None or not PartialState().is_main_process:
         return
     if isinstance(file_path, BytesIO):

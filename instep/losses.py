@@ -1,9 +1,9 @@
-"""Losses over a large vocabulary that never hold all logits.
+"""`linear_cross_entropy`: a language model's last layer and its loss in one function, which uses much less memory.
 
-A language model's last layer makes logits of shape [tokens, vocabulary]: 4,096 tokens of 32,000 words are 0.5 GB in
-float32, and the plain loss holds them three times. Here the layer and the loss are one function. The function goes
-through the tokens in chunks, and computes the gradients of a chunk while it holds the chunk's logits. It does the same
-multiplications as the plain loss, so it takes as long.
+The last layer of a language model computes logits of shape [tokens, vocabulary]: for 4,096 tokens and 32,000 words
+these are 0.5 GB in float32, and the plain loss needs three such tensors. This function goes through the tokens in
+chunks, and computes the gradients of a chunk while the logits of the chunk exist. It does the same multiplications as
+the plain loss, so it takes the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instep.utils.checks import at_least, choice, is_number, wrong
 
 __all__ = ["linear_cross_entropy"]
 
-_CHUNK = 2**24  # most logits that are held at one time
+_CHUNK = 2**24  # largest number of logits that exist at one time
 
 
 def linear_cross_entropy(
@@ -35,31 +35,31 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Return `cross_entropy(linear(input, weight, bias), target)` without holding all logits.
+    """Compute `cross_entropy(linear(input, weight, bias), target)` without storing all logits at once.
 
-    Gradients equal those of the plain loss, except for rounding. They are computed in the forward, so a second
-    derivative is an error; if no gradient is needed, none is computed. Under autocast the logits are computed in the
-    lower precision, and all sums in float32.
+    The gradients are those of the plain loss, except for rounding. They are computed in the forward, if they are
+    needed, so second derivatives are an error. Under autocast the logits are computed in the lower precision, and all
+    sums in float32.
 
     Args:
-        input: hidden states, [..., features].
-        weight: of the last layer, [vocabulary, features]. A DTensor that is cut along the vocabulary, as tensor
-            parallelism does it, stays cut: each rank makes the logits of its words. `input` is whole then, the same on
-            all these ranks, and so is the loss.
-        target: the right words, int64, of the shape of `input` without its last dimension.
-        bias: [vocabulary], cut as `weight` is.
-        ignore_index: targets with this value count for nothing.
-        label_smoothing: part of the target that is spread over all words, from 0 to 1.
-        z_loss: this number times the mean of the squared log of the softmax's denominator is added, which keeps logits
-            small (PaLM has 1e-4).
-        reduction: "mean" over the targets that count, or "sum".
-        chunk_tokens: tokens of a chunk; None: so many that it has 16 million logits.
+        input: hidden states, of shape [..., features].
+        weight: weight of the last layer, of shape [vocabulary, features]. It may be a DTensor that is sharded along the
+            vocabulary, as in tensor parallelism: each rank then computes the logits of its own words. In this case
+            `input` must be whole and the same on all these ranks, and the loss is the same on all of them.
+        target: indices of the correct words, int64, with the shape of `input` without the last dimension.
+        bias: bias of the last layer, of shape [vocabulary], sharded like `weight`.
+        ignore_index: targets with this value are ignored.
+        label_smoothing: fraction of the target that is spread over all words, from 0 to 1.
+        z_loss: factor of an additional loss, the mean of the squared logarithm of the softmax's denominator, which
+            keeps the logits small (1e-4 in PaLM).
+        reduction: "mean" over the targets that are not ignored, or "sum".
+        chunk_tokens: number of tokens in a chunk; None: as many as give 16 million logits.
 
     Returns:
-        The loss, float32 or the inputs' float64; nan where no target counts and `reduction` is "mean".
+        The loss, in float32 (float64 if the inputs are); nan if `reduction` is "mean" and all targets are ignored.
 
     Raises:
-        SettingError: a setting is wrong, or shapes do not fit each other.
+        SettingError: an argument is wrong, or the shapes do not fit together.
 
     Example:
         >>> hidden, target = torch.randn(6, 4), torch.randint(10, (6,))
@@ -95,7 +95,7 @@ def linear_cross_entropy(
 
 
 def _local(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None, int, Any]:
-    """Return this rank's part of a shared vocabulary, the index of its first word, and the group of the ranks."""
+    """Return this rank's shards of weight and bias, the index of its first word, and the group of the ranks."""
     from instep.strategies.dtensors import box_of  # imported late: only tensor parallelism needs it
 
     mesh, placements = weight.device_mesh, weight.placements
@@ -126,7 +126,7 @@ class _Settings:
         self.label_smoothing, self.z_loss, self.mean, self.chunk = label_smoothing, z_loss, mean, chunk
 
     def reduce(self, value: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce over the ranks that share the vocabulary, in place."""
+        """Reduce a tensor in place over the ranks that have parts of the vocabulary."""
         if self.group is not None:
             dist.all_reduce(value, op, group=self.group)
         return value
@@ -150,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += _losses(logits, target[part], counts[part], to)
             if not any(wanted[:3]):
                 continue
-            gradient = logits.mul_(scale).to(made.dtype)  # `_losses` has overwritten `logits` with the gradient
+            gradient = logits.mul_(scale).to(made.dtype)  # `_losses` has written the gradient into `logits`
             if of_x is not None:
                 of_x[part] = to.reduce(gradient @ weight.to(made.dtype))
             if of_weight is not None:
@@ -178,10 +178,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _losses(logits: Tensor, target: Tensor, counts: Tensor, to: _Settings) -> Tensor:
-    """Return the sum of the losses of a chunk, and overwrite the logits with the gradient of the sum."""
+    """Return the sum of the losses of a chunk, and write the gradient of the sum into the logits."""
     rows = torch.arange(len(target), device=target.device)
     word = target - to.first
-    here = counts & (word >= 0) & (word < logits.shape[1])  # True for a word that this rank holds
+    here = counts & (word >= 0) & (word < logits.shape[1])  # True where the target is one of this rank's words
     word = torch.where(here, word, 0)
     highest = to.reduce(logits.max(1).values, dist.ReduceOp.MAX)
     right = to.reduce(torch.where(here, logits[rows, word], 0))

@@ -1,11 +1,11 @@
 """Learning-rate schedules with warm-up, as torch's `LambdaLR`: linear, cosine, wsd, inverse_sqrt, one_cycle, constant.
 
-A schedule gives the rate of each optimizer step as a part of the optimizer's own rate, which may differ between its
-parameter groups. Steps are counted from 0. A Trainer steps these schedules once per optimizer step, whatever the
-accumulation and the number of processes, and `self.trainer.estimated_stepping_batches` is the length of its run.
+A schedule gives the rate of each optimizer step as a fraction of the optimizer's own rate, which may differ between
+parameter groups. Steps are counted from 0. A Trainer steps a schedule once per optimizer step, whatever the
+accumulation and the number of processes are; `self.trainer.estimated_stepping_batches` is the length of its run.
 
-A checkpoint keeps only numbers and words of a schedule. The rate is a function of the step. So a resumed run uses the
-arguments that its program gives now, and warns if they differ from the checkpoint's.
+The rate depends only on the step and on the schedule's arguments. A checkpoint has these as numbers and strings, but a
+resumed run uses the arguments that its program gives now, and warns if they differ from those in the checkpoint.
 
 Example:
     >>> import torch
@@ -39,11 +39,11 @@ _DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
-# ---- curves: callables whose attributes are numbers and strings
+# ---- curves, as callable objects whose attributes are numbers and strings
 
 
 class _Curve:
-    """Rate of a step as a fraction of the optimizer's: rises from `start_ratio` in warm-up, then follows `after`."""
+    """Curve of the rate, as a fraction of the optimizer's rate: rises from `start_ratio` in warm-up, then `after`."""
 
     def __init__(self, warmup_steps: int, start_ratio: float) -> None:
         self.warmup_steps = warmup_steps
@@ -59,7 +59,7 @@ class _Curve:
 
 
 class _Decay(_Curve):
-    """Curve that falls to `min_ratio` over the last `decay_steps` of `total_steps`, and stays there."""
+    """Curve that falls to `min_ratio` in the last `decay_steps` of `total_steps`, and stays there."""
 
     def __init__(
         self, total_steps: int, warmup_steps: int, start_ratio: float, decay_steps: int, min_ratio: float, decay: str
@@ -104,18 +104,18 @@ class _OneCycle:
 
 
 class Schedule(LambdaLR):
-    """Learning-rate schedule that is counted in optimizer steps. The functions of this module return one.
+    """Learning-rate schedule that counts optimizer steps. The functions of this module return schedules of this class.
 
-    The Trainer steps a schedule once per optimizer step, unless the dict in `configure_optimizers` says another
-    interval. Make one yourself for a curve that no function here has.
+    The Trainer steps a schedule once per optimizer step, unless the dict that `configure_optimizers` returns has
+    another interval. Use the class directly for a curve of your own.
 
     Args:
-        optimizer: the learning rates of its groups at this moment are multiplied by the curve.
-        curve: function of the number of steps done that returns a factor. Where it is an object, its attributes are
-            JSON values.
+        optimizer: optimizer whose learning rates, as they are now, are multiplied by the curve.
+        curve: function that takes the number of steps done and returns a factor. If it is an object of a class of
+            yours, its attributes must be JSON values.
 
     Raises:
-        SettingError: `optimizer` is no optimizer.
+        SettingError: `optimizer` is not an optimizer.
 
     Example:
         >>> import torch
@@ -134,17 +134,17 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, curve)
 
     def rate_at(self, step: int) -> float:
-        """Return the fraction of the optimizer's own rate at step `step`, counted from 0."""
+        """Return the rate at step `step`, counted from 0, as a fraction of the optimizer's own rate."""
         return self._curve(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: numbers and words."""
+        """Return the state of the schedule, as numbers and strings."""
         state = super().state_dict()
-        del state["_curve"]  # "lr_lambdas" holds the same values
+        del state["_curve"]  # "lr_lambdas" has the same values
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved step, with this schedule's own arguments; warn if they differ from the saved ones."""
+        """Continue at the saved step with this schedule's own arguments; warn if the saved arguments differ."""
         own = dict(vars(self._curve))
         super().load_state_dict(state_dict)
         saved = dict(vars(self._curve))
@@ -168,9 +168,9 @@ def constant(optimizer: Optimizer, *, warmup_steps: int = 0, start_ratio: float 
     """Make a schedule that stays at the optimizer's rate after a linear warm-up.
 
     Args:
-        optimizer: its groups' rates are the highest ones.
-        warmup_steps: optimizer steps until the rate is reached: step `warmup_steps` is the first to use all of it.
-        start_ratio: part of the rate that step 0 uses.
+        optimizer: optimizer, whose own rates are the highest rates of the schedule.
+        warmup_steps: number of optimizer steps of the warm-up; step `warmup_steps` is the first with the full rate.
+        start_ratio: rate of step 0, as a fraction of the highest rate.
 
     Returns:
         The schedule.
@@ -198,11 +198,12 @@ def linear(
     """Make a schedule with a linear warm-up and a linear decay.
 
     Args:
-        optimizer: its groups' rates are the highest ones.
-        total_steps: optimizer steps of the run: `self.trainer.estimated_stepping_batches`. `instep fit` gives it.
-        warmup_steps: optimizer steps until the rate is reached; a float below 1 is a part of `total_steps`.
-        start_ratio: part of the rate that step 0 uses.
-        min_ratio: part of the rate at the end, and after it.
+        optimizer: optimizer, whose own rates are the highest rates of the schedule.
+        total_steps: number of optimizer steps of the run, which `self.trainer.estimated_stepping_batches` is. With a
+            configuration, `instep fit` sets it.
+        warmup_steps: number of optimizer steps of the warm-up; a float below 1 is a fraction of `total_steps`.
+        start_ratio: rate of step 0, as a fraction of the highest rate.
+        min_ratio: rate at the end of the run and after it, as a fraction of the highest rate.
 
     Returns:
         The schedule.
@@ -231,7 +232,7 @@ def cosine(
     start_ratio: float = 0.0,
     min_ratio: float = 0.0,
 ) -> Schedule:
-    """Make a schedule with a linear warm-up and half a cosine down. Arguments are those of `linear`.
+    """Make a schedule with a linear warm-up and a decay along half a cosine. The arguments are those of `linear`.
 
     Example:
         >>> import torch
@@ -257,16 +258,16 @@ def wsd(
     start_ratio: float = 0.0,
     min_ratio: float = 0.0,
 ) -> Schedule:
-    """Make a schedule of warm-up, stable rate and decay; a run can be made longer at any step before the decay.
+    """Make a schedule of warm-up, stable rate and decay; before the decay begins, a run can still be made longer.
 
     Args:
-        optimizer: its groups' rates are the highest ones.
-        total_steps: as in `linear`, like `warmup_steps`, `start_ratio` and `min_ratio`.
-        warmup_steps: as there.
-        decay_steps: optimizer steps of the decay at the end; a float below 1 is a part of `total_steps`.
-        decay: "linear", "cosine", or "sqrt": one minus the root of the part of the decay that is done.
-        start_ratio: as there.
-        min_ratio: as there.
+        optimizer: optimizer, whose own rates are the highest rates of the schedule.
+        total_steps: as in `linear`.
+        warmup_steps: as in `linear`.
+        decay_steps: number of optimizer steps of the decay at the end; a float below 1 is a fraction of `total_steps`.
+        decay: shape of the decay: "linear", "cosine", or "sqrt" (1 minus the root of the fraction that is done).
+        start_ratio: as in `linear`.
+        min_ratio: as in `linear`.
 
     Returns:
         The schedule.
@@ -304,14 +305,15 @@ def inverse_sqrt(
     start_ratio: float = 0.0,
     min_ratio: float = 0.0,
 ) -> Schedule:
-    """Make a schedule that falls with the inverse root of the steps after a linear warm-up; needs no run length.
+    """Make a schedule that, after a linear warm-up, falls with the inverse root of the step; it needs no run length.
 
     Args:
-        optimizer: its groups' rates are the highest ones.
-        warmup_steps: optimizer steps until the rate is reached.
-        timescale: steps after warm-up over which the rate falls to 1 / sqrt(2); by default `warmup_steps`, or 10,000.
-        start_ratio: part of the rate that step 0 uses.
-        min_ratio: the rate never falls below this part.
+        optimizer: optimizer, whose own rates are the highest rates of the schedule.
+        warmup_steps: number of optimizer steps of the warm-up.
+        timescale: number of steps after the warm-up in which the rate falls to 1 / sqrt(2) of the highest rate. None:
+            `warmup_steps`, or 10,000 without warm-up.
+        start_ratio: rate of step 0, as a fraction of the highest rate.
+        min_ratio: lowest rate after the warm-up, as a fraction of the highest rate.
 
     Returns:
         The schedule.
@@ -342,16 +344,17 @@ def one_cycle(
     final_div_factor: float = 1e4,
     anneal: Literal["cosine", "linear"] = "cosine",
 ) -> Schedule:
-    """Make a schedule of one cycle: up to the optimizer's rate and down to almost nothing.
+    """Make a schedule of one cycle: the rate rises to the optimizer's own rate, and falls to almost 0.
 
     Args:
-        optimizer: its groups' rates are the highest ones: torch's `max_lr`. Momenta stay as they are.
-        total_steps: as in `linear`; the last one has the lowest rate.
-        warmup_steps: optimizer steps of the way up, of which the last has the highest rate; a float below 1 is a part
-            of `total_steps`.
-        div_factor: the rate begins at the highest one divided by this.
-        final_div_factor: it ends at the first one divided by this.
-        anneal: "cosine" or "linear".
+        optimizer: optimizer, whose own rates are the highest rates of the schedule (torch's `max_lr`). Momenta are not
+            changed.
+        total_steps: number of optimizer steps of the run, as in `linear`; the last step has the lowest rate.
+        warmup_steps: number of optimizer steps of the rise, the last of which has the highest rate; a float below 1 is
+            a fraction of `total_steps`.
+        div_factor: the rate of step 0 is the highest rate divided by this number.
+        final_div_factor: the rate of the last step is the rate of step 0 divided by this number.
+        anneal: shape of rise and fall, "cosine" or "linear".
 
     Returns:
         The schedule.
@@ -383,18 +386,18 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make(name: str, optimizer: Optimizer, **arguments: Any) -> Schedule:
-    """Make a schedule by the name that a configuration gives.
+    """Make a schedule by its name, as for a name in a configuration.
 
     Args:
-        name: "constant", "linear", "cosine", "wsd", "inverse_sqrt" or "one_cycle".
-        optimizer: its groups' rates are the highest ones.
-        arguments: those of the function of that name. A `total_steps` that it does not take is left out.
+        name: name of the schedule: "constant", "linear", "cosine", "wsd", "inverse_sqrt" or "one_cycle".
+        optimizer: optimizer, whose own rates are the highest rates of the schedule.
+        arguments: arguments of the function with this name; `total_steps` is left out if the function does not take it.
 
     Returns:
         The schedule.
 
     Raises:
-        SettingError: the name is none, or an argument is unknown or out of range.
+        SettingError: there is no schedule with this name, or an argument is unknown or out of range.
 
     Example:
         >>> import torch
@@ -420,7 +423,7 @@ def make(name: str, optimizer: Optimizer, **arguments: Any) -> Schedule:
     return function(optimizer, **arguments)
 
 
-# ---- checks
+# ---- checks of arguments
 
 
 def _part(name: str, value: Any) -> float:
@@ -430,7 +433,7 @@ def _part(name: str, value: Any) -> float:
 
 
 def _steps(name: str, value: Any, total: int) -> int:
-    """Return a number of steps; a float below 1 is a fraction of `total`."""
+    """Check a number of steps and return it as an integer; a float below 1 is a fraction of `total`."""
     if isinstance(value, float) and 0 <= value < 1:
         return round(value * total)
     if is_number(value) and float(value).is_integer() and 0 <= value <= total:
@@ -439,7 +442,7 @@ def _steps(name: str, value: Any, total: int) -> int:
 
 
 def _whole(schedule: str, warmup_steps: Any) -> int:
-    """Check the length of a warm-up if the length of the run is not known."""
+    """Check and return the number of warm-up steps of a schedule that does not know the length of the run."""
     if isinstance(warmup_steps, float) and 0 < warmup_steps < 1:
         expected = f"an integer: a part of a run needs total_steps, and {schedule!r} has none. linear and cosine have"
         raise wrong("warmup_steps", warmup_steps, expected)
@@ -447,7 +450,7 @@ def _whole(schedule: str, warmup_steps: Any) -> int:
 
 
 def _lengths(schedule: str, total_steps: Any, warmup_steps: Any) -> tuple[int, int]:
-    """Check the lengths of a run and of its warm-up, and return both in steps."""
+    """Check the length of the run and the length of the warm-up, and return both in steps."""
     if not is_int(total_steps, 1):
         raise wrong(
             "total_steps",

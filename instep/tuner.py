@@ -1,4 +1,4 @@
-"""`Tuner`: finds a learning rate or batch size by steps outside of a run, and undoes them."""
+"""`Tuner`: finds a learning rate or batch size by trying out steps before a run; the steps are undone."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _METHODS = {"fit": "train", "validate": "val", "test": "test", "predict": "predi
 
 
 class Tuner:
-    """Search for settings of a Trainer's run, before that run.
+    """Finds a learning rate or a batch size before a Trainer's run.
 
-    `lr_find` and `scale_batch_size` set up a run as the Trainer would, take steps in it, and undo them. They leave only
-    the answer, in an attribute of the module or datamodule. They leave no folder, log or checkpoint, and restore the
-    Trainer's counters, the random generators and the module's weights. The module stays on its device. Callbacks are
-    set up and torn down; none of their other hooks is called. Callbacks that save or show something are left out.
+    `lr_find` and `scale_batch_size` set up a run as the Trainer does, make steps in it, and undo them. Only the result
+    is kept, in an attribute of the module or datamodule. No folder, log or checkpoint is written. The Trainer's
+    counters, the random generators and the module's weights are restored; the module stays on its device. Of the
+    callbacks only set-up and tear-down are called, and not those of callbacks that save or show something.
 
     Args:
-        trainer: the Trainer. Its devices, strategy, precision, accumulation and limits hold for the search.
+        trainer: Trainer, whose devices, strategy, precision, accumulation and limits are used for the search.
 
     Raises:
-        SettingError: the argument is no Trainer.
+        SettingError: `trainer` is not a Trainer.
 
     Example:
         >>> import torch
@@ -90,24 +90,24 @@ class Tuner:
         attr_name: str = "",
         weights_only: bool | None = None,
     ) -> LRFinder | None:
-        """Find a learning rate by steps with growing rates.
+        """Find a learning rate by training steps with growing learning rates.
 
         Args:
-            model: what to train.
-            train_dataloaders, val_dataloaders, datamodule: as for `Trainer.fit`.
-            dataloaders: None: the data is that of fit.
-            method: "fit", the only one that trains.
-            min_lr, max_lr, mode, early_stop_threshold, update_attr, attr_name, weights_only: as for
+            model: module to train.
+            train_dataloaders, val_dataloaders, datamodule: as in `Trainer.fit`.
+            dataloaders: must be None, since the data is that of `fit`.
+            method: must be "fit", the only method that trains.
+            min_lr, max_lr, mode, early_stop_threshold, update_attr, attr_name, weights_only: as in
                 `LearningRateFinder`.
-            num_training: steps from `min_lr` to `max_lr`.
+            num_training: number of steps from `min_lr` to `max_lr`.
 
         Returns:
-            The losses by rate, with `suggestion` and `plot`; None with `fast_dev_run`.
+            The rates and losses, with the methods `suggestion` and `plot`; None with `fast_dev_run`.
 
         Raises:
-            SettingError: an argument is wrong, or the Trainer has a LearningRateFinder of its own.
-            HookError: there is not one optimizer.
-            AttributeError: the module has no such attribute.
+            SettingError: an argument is wrong, or the Trainer has a LearningRateFinder callback.
+            HookError: the module does not have exactly one optimizer.
+            AttributeError: the module does not have an attribute for the learning rate.
         """
         from instep.callbacks import LearningRateFinder
 
@@ -143,21 +143,22 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Find the largest batch size that fits into memory, on all ranks.
+        """Find the largest batch size that fits into memory on all ranks.
 
         Args:
-            model: what to run.
-            train_dataloaders, val_dataloaders, dataloaders: None: the data comes from methods, which use the size.
-            datamodule: as for the Trainer's methods.
-            method: the Trainer's method whose steps are run.
-            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val: as for `BatchSizeFinder`.
+            model: module to run.
+            train_dataloaders, val_dataloaders, dataloaders: must be None, since the data has to come from hooks of the
+                module or datamodule, which use the batch size.
+            datamodule: as in the Trainer's methods.
+            method: name of the Trainer's method whose steps are run.
+            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val: as in `BatchSizeFinder`.
 
         Returns:
-            The size, which is in the attribute too; None with `fast_dev_run`.
+            The batch size, which is also set as an attribute; None with `fast_dev_run`.
 
         Raises:
-            SettingError: an argument is wrong, or the Trainer has a BatchSizeFinder of its own.
-            UsageError: the data does not come from methods that could use the size, or no size fits.
+            SettingError: an argument is wrong, or the Trainer has a BatchSizeFinder callback.
+            UsageError: the data does not come from hooks that could use the batch size, or no batch size fits.
         """
         from instep.callbacks import BatchSizeFinder
 
@@ -186,7 +187,7 @@ class Tuner:
     def _aside(
         self, fn: str, model: TrainModule, datamodule: DataModule | None, data: Any, val_data: Any
     ) -> Iterator[RunContext]:
-        """Open a run that leaves no trace: the Trainer's own objects are restored at the end, also after an error."""
+        """Set up a run for the `with` block; restore the Trainer's own objects afterwards, also after an error."""
         trainer = self._trainer
         datamodule, data = check_data(datamodule, data, val_data)
         trainer._launch()
@@ -216,7 +217,7 @@ class Tuner:
                     need_loaders(ctx, ctx.loaders.evaluation(_METHODS[fn]))
                 yield ctx
                 if fn == "fit":
-                    agree_on_triggers(ctx)  # a signal that came during the search now ends the process
+                    agree_on_triggers(ctx)  # if a signal arrived during the search, this ends the process
         finally:
             known, last = trainer._data, before["_last_ctx"] or trainer._last_ctx
             vars(trainer).clear()
@@ -230,7 +231,7 @@ class Tuner:
 
 
 def _shows(callback: Any) -> bool:
-    """Return whether a callback prints something about the run, as the progress bar or the module's summary does."""
+    """Return True if a callback shows something about the run, as a progress bar or a model summary does."""
     from instep.callbacks import ModelSummary, ProgressBar
 
     return isinstance(callback, ModelSummary | ProgressBar)

@@ -1,4 +1,4 @@
-"""Protocols and type aliases that several rooms use."""
+"""Protocols, type aliases and small base classes that several packages of instep use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 PathLike: TypeAlias = str | os.PathLike[str]
 Location: TypeAlias = (
-    "PathLike | UPath"  # where checkpoints may lie: a path, a URL as text, or a universal_pathlib path
+    "PathLike | UPath"  # path of a checkpoint: a local path, a URL as text, or a path of universal_pathlib
 )
 StateDict: TypeAlias = "dict[str, Any]"
 T = TypeVar("T")
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Protocol of anything that can be saved and restored. Its state holds tensors and JSON values only.
+    """Protocol of objects that a checkpoint can contain; their state has only tensors and JSON values.
 
     Example:
         >>> class Counter:
@@ -37,16 +37,16 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> StateDict:
-        """Return the state that a restart needs: tensors and JSON values."""
+        """Return the state that is needed to resume, as tensors and JSON values."""
         ...
 
     def load_state_dict(self, state_dict: StateDict) -> Any:
-        """Restore the state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         ...
 
 
 class Word(str, Enum):
-    """Base of enums of words: each member is a str, and is printed as its word.
+    """Base class of enums whose members are strings, and are printed as these strings.
 
     Example:
         >>> Color = Word("Color", {"RED": "red"})
@@ -59,11 +59,11 @@ class Word(str, Enum):
 
 
 class ReadOnly(Generic[T]):
-    """Read-only attribute computed from its object: a property without a setter, in one line.
+    """Read-only attribute that is computed from its object, as a property without setter, written in one line.
 
     Args:
-        read: returns the value.
-        doc: what it is.
+        read: function that takes the object and returns the value.
+        doc: docstring of the attribute.
 
     Example:
         >>> class Square:
