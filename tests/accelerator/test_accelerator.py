@@ -295,6 +295,21 @@ def test_gradients_that_were_not_stepped_with_stay_out_of_the_next_window(make: 
     assert gradients == [11.5]
 
 
+def test_a_loop_by_hand_may_drop_gradients_before_and_after_a_step(make: Any) -> None:
+    accelerator = make()
+    model, optimizer = accelerator.prepare(*linear())
+    taken: list[float] = []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: taken.append(model.weight.grad.item()))
+    for value in (1.0, 2.0):
+        for dropped in (5.0, 6.0):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.tensor([[dropped]])).mean())
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.tensor([[value]])).mean())
+        optimizer.step()
+    assert taken == [1.0, 2.0]
+
+
 # ---- loaders
 
 
@@ -555,6 +570,15 @@ def test_prepared_loaders_and_optimizers_pass_for_the_users_own(make: Any) -> No
     assert type(copies[0]) is torch.optim.SGD
     assert type(copies[1]) is DataLoader
     assert [len(x) for (x,) in copies[1]] == [4, 4, 2]
+
+
+def test_a_copy_of_a_prepared_schedule_has_its_own_place(make: Any) -> None:
+    model, optimizer = linear()
+    schedule = make().prepare(decay(optimizer))
+    for copied in (copy.copy(schedule), copy.deepcopy(schedule)):
+        assert copied.state_dict() == schedule.state_dict()
+        with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+            copied.nothing_of_the_kind  # noqa: B018
 
 
 def test_a_schedule_that_is_over_stays_where_it_is(make: Any) -> None:

@@ -3,12 +3,15 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from datetime import timedelta
+from typing import Any
 
 import pytest
 
 import instep.callbacks
-from instep.callbacks import Callback
+from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.callbacks.base import HOOKS
+from instep.checkpoint import KeepNewest
 from tests.helpers.spawn import HANG_S
 
 NOTHING: list[str] = []
@@ -64,6 +67,53 @@ def test_state_key_is_the_classs_name():
     assert Mine().state_key.endswith("Mine")
     assert Mine().state_dict() == {}
     assert Mine.runs_last is False
+
+
+SETTINGS: list[tuple[type[Callback], dict[str, Any]]] = [  # none is a default
+    (
+        EarlyStopping,
+        {
+            "monitor": "loss",
+            "min_delta": 0.5,
+            "patience": 7,
+            "verbose": True,
+            "mode": "max",
+            "strict": False,
+            "check_finite": False,
+            "stopping_threshold": 9.0,
+            "divergence_threshold": -9.0,
+            "check_on_train_epoch_end": True,
+            "log_rank_zero_only": True,
+        },
+    ),
+    (
+        ModelCheckpoint,
+        {
+            "dirpath": "/checkpoints",
+            "filename": "{step}",
+            "monitor": "loss",
+            "verbose": True,
+            "save_last": True,
+            "save_top_k": 3,
+            "save_on_exception": True,
+            "save_weights_only": True,
+            "mode": "max",
+            "auto_insert_metric_name": False,
+            "every_n_epochs": 2,
+            "save_on_train_epoch_end": True,
+            "background": True,
+            "on_error": "warn",
+        },
+    ),
+    (ModelCheckpoint, {"every_n_train_steps": 5, "keep": KeepNewest(2)}),
+    (ModelCheckpoint, {"train_time_interval": timedelta(minutes=1)}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), SETTINGS)
+def test_the_settings_of_a_callback_can_be_read_by_their_names(kind: Any, settings: dict[str, Any]) -> None:
+    callback = kind(**settings)
+    assert {name: getattr(callback, name) for name in settings} == settings
 
 
 def test_unknown_name_lists_the_known_ones():

@@ -650,10 +650,14 @@ def test_ranks_that_end_alone_weigh_as_if_all_ran() -> None:
     assert caught.value.field == "uneven"
 
 
-def test_before_the_first_sample_a_checkpoint_fits_another_order() -> None:
+@pytest.mark.parametrize("length", [8, 10])
+def test_before_the_first_sample_and_at_the_end_a_checkpoint_fits_other_data(length: int) -> None:
     shuffled = prepare_loader(DataLoader(Numbers(8), batch_size=2, shuffle=True))
-    in_sequence = prepare_loader(DataLoader(Numbers(8), batch_size=2))
+    in_sequence = prepare_loader(DataLoader(Numbers(length), batch_size=2))
     in_sequence.load_state_dict(shuffled.state_dict(0))
-    assert flat(list(in_sequence)) == [*range(8)]
+    assert flat(list(in_sequence)) == [*range(length)]
     with pytest.raises(DataError, match="shuffle=False"):
         in_sequence.load_state_dict(shuffled.state_dict(1))
+    in_sequence.load_state_dict(shuffled.state_dict(4))
+    assert list(in_sequence) == []
+    assert flat(list(in_sequence)) == [*range(length)]

@@ -106,3 +106,16 @@ def test_a_list_that_was_a_column_and_is_none_later_is_refused() -> None:
     splitter.part({"x": tensor(2), "languages": ["de", "en"]}, 2, 0, 1)
     with pytest.raises(DataError, match="a list had an item for each sample before, and has 2"):
         splitter.part({"x": tensor(1), "languages": ["de", "en"]}, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "message"),
+    [
+        ({"x": tensor(3), "y": tensor(2)}, 3, r"a batch of 3 samples has a Tensor of shape \(2,\)"),
+        ({"x": tensor(3), "more": [tensor(2), tensor(2)]}, 3, r"a batch of 3 samples has a Tensor of shape \(2,\)"),
+        (5, None, "its batch, a int, has no tensor and no list to split"),
+    ],
+)
+def test_what_has_another_number_of_rows_is_refused_also_in_a_list(batch: Any, rows: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Splitter().part(batch, rows, 0, 1)

@@ -425,6 +425,23 @@ def test_a_stateful_loader_without_torchdata_says_how_to_install_it(monkeypatch:
         prepare_loader(DataLoader(Stream(3)), stateful=True)
 
 
+@pytest.mark.parametrize("data", [Stream(11), Stateful()])
+def test_a_position_in_a_stream_that_is_not_divided_is_of_its_world_and_a_state_of_its_rank(data: Any) -> None:
+    source = prepare_loader(DataLoader(data, batch_size=2), streams="as_is")
+    run(source, stop=2)
+    state = source.state_dict(2)
+    with pytest.raises(DataError, match=r"by rank 0 of 4; this is rank 0 of 1"):
+        source.load_state_dict({**state, "world_size": 4})
+    for anywhere in ({"batches": 0}, {"finished": True}):
+        source.load_state_dict({**state, "world_size": 4, **anywhere})
+    if isinstance(data, Stateful):
+        with pytest.raises(DataError, match=r"by rank 1 of 1; this is rank 0 of 1"):
+            source.load_state_dict({**state, "rank": 1})
+    else:
+        source.load_state_dict({**state, "rank": 1})
+        assert source.first_batch == 2
+
+
 def test_a_position_in_batches_of_another_size_is_refused_where_the_stream_is_not_divided() -> None:
     source = prepare_loader(DataLoader(Stream(11), batch_size=2), streams="as_is")
     run(source, stop=2)

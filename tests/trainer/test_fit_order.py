@@ -163,6 +163,26 @@ def test_monitoring_callbacks_come_after_the_module_at_an_epochs_end():
     assert order == ["plain", "module", "monitoring"]
 
 
+@pytest.mark.parametrize(("method", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+def test_evaluation_hooks_run_in_order(method: str, stage: str):
+    owners = {"prepare_data": "DM", "setup": "DCM", "teardown": "DCM"}
+    owners |= {f"on_{stage}{when}": "CM" for when in ("_start", "_epoch_start", "_epoch_end", "_end")}
+    owners |= {f"on_{stage}_batch_{when}": "CM" for when in ("start", "end")}
+    moved = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+    batch = [*moved, f"on_{stage}_batch_start", f"{stage}_step", f"on_{stage}_batch_end"]
+    names = ["configure_callbacks", "prepare_data", "setup", "configure_model", f"on_{stage}_model_eval"]
+    names += [
+        f"on_{stage}_start",
+        f"on_{stage}_epoch_start",
+        *batch,
+        *batch,
+        f"on_{stage}_epoch_end",
+        f"on_{stage}_end",
+    ]
+    names += [f"on_{stage}_model_train"] if stage != "predict" else []
+    assert run_instep(method) == [(owner, name) for name in (*names, "teardown") for owner in owners.get(name, "M")]
+
+
 # ---- Lightning
 
 
