@@ -315,6 +315,7 @@ def test_a_loop_by_hand_may_drop_gradients_before_and_after_a_step(make: Any) ->
 
 def test_a_pass_is_an_epoch_of_its_own_order(make: Any) -> None:
     batches = make().prepare(numbers(shuffle=True))
+    assert (batches.epoch, batches.batch_idx) == (-1, -1)
     passes = [torch.cat([x for (x,) in batches]).tolist() for _ in range(3)]
     assert all(sorted(order) == list(range(10)) for order in passes)
     assert passes[0] != passes[1] != passes[2]

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import warnings
 from typing import Any
 
@@ -66,6 +67,23 @@ def test_step_values_that_are_on_their_way_where_a_validation_ends_are_logged(
     module = logging_in("validation_step", on_step=True)
     _, logger = run(tmp_path, module, val=loader(), num_sanity_val_steps=0)
     assert [value for _, value in logger.of("x_step")] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_values_that_are_late_are_those_that_come_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def logged(ready: Any) -> Any:
+        monkeypatch.setattr(ScalarTransfer, "ready", ready)
+        torch.manual_seed(3)
+        trainer, logger = run(tmp_path, LoggingToy(), val=loader(6, 3), max_epochs=3, val_check_interval=2)
+        return (
+            sorted((step, *row.items()) for step, row in logger.rows),
+            trainer.callback_metrics,
+            trainer.logged_metrics,
+        )
+
+    draw = random.Random(0)
+    at_once = logged(True)
+    assert logged(False) == logged(property(lambda _: draw.random() < 0.5)) == at_once
+    assert len(at_once[0]) > 15
 
 
 # ---- names and defaults

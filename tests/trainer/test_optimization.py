@@ -14,6 +14,7 @@ from torch import nn
 
 from instep import Callback, TrainModule
 from instep.errors import HookError, SettingError, UsageError
+from instep.strategies import Gradients, Strategy
 from tests.trainer.resuming import Scaled
 from tests.trainer.toys import ScoredToy, SkippingToy, Stream, Toy, assert_same, loader, quiet, samples, weights
 
@@ -182,6 +183,26 @@ def test_a_window_that_is_left_out_as_a_whole_asks_nothing_of_a_gradient_scaler(
     trainer.strategy.gradients.update_scaler()
     state = trainer.strategy.precision.scaler.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (8.0, 2), "it counts the steps that were taken"
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned None")
+def test_a_window_that_is_left_out_as_a_whole_asks_nothing_of_a_strategys_own_step():
+    class Counted(Gradients):
+        taken = 0
+
+        def step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> None:
+            super().step(optimizer, closure, **kwargs)
+            self.taken += 1
+
+    class Single(Strategy):
+        gradients_class = Counted
+
+    class Skips(SkippingToy):
+        skipped = (2, 3)
+
+    trainer = quiet(strategy=Single(), max_epochs=2, accumulate_grad_batches=2)
+    trainer.fit(Skips(), loader(12, 3))
+    assert (trainer.global_step, trainer.strategy.gradients.taken) == (4, 2)
 
 
 # ---- configure_optimizers

@@ -317,3 +317,17 @@ def test_a_resume_that_is_refused_leaves_the_trainer_where_it_was(tmp_path: Path
     assert trainer.global_step == 0
     trainer.fit(Net(), loader(shuffle=True))
     assert trainer.global_step == 4
+
+
+def test_a_resumed_run_that_fails_leaves_the_trainer_at_its_step(tmp_path: Path) -> None:
+    with pytest.raises(Preempted) as stopped:
+        fit(tmp_path / "first", Net(), Counter(preempt_at=2))
+
+    class Failing(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            raise ValueError("no more")
+
+    trainer = quiet(callbacks=[Counter()], enable_checkpointing=True, default_root_dir=tmp_path / "second")
+    with pytest.raises(ValueError, match="no more"):
+        trainer.fit(Failing(), loader(shuffle=True), ckpt_path=stopped.value.checkpoint)
+    assert trainer.global_step == 4
