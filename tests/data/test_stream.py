@@ -315,6 +315,17 @@ def test_samples_of_a_window_weigh_alike_whatever_the_sizes_of_its_batches(liste
     assert sums == pytest.approx([1 / 6] * 3 + [1 / 6] * 2)
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_batches_of_ranks_that_end_apart_weigh_the_same_whatever_their_sizes(listed: bool) -> None:
+    batches = [torch.zeros(size) for size in (3, 1, 2, 2, 4)]
+    data = batches if listed else iter(batches)
+    source = prepare_loader(data, streams="as_is", world_size=2, rank=0, even_batches=False)
+    source.history = 3
+    weights = [window_scale(source, number, 3) for number, _ in enumerate(source)]
+    assert weights == pytest.approx([1 / 3] * 3 + ([1 / 2] if listed else [1 / 3]) * 2)
+    assert source.share == (None, None, True, None)
+
+
 def test_windows_of_unknown_sizes() -> None:
     source = prepare_loader([[1]] * 5)
     source.history = 2
