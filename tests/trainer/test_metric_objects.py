@@ -315,11 +315,16 @@ def test_a_run_saved_within_a_validation_resumes_to_the_same_values(when: str, t
 
 def two_ranks() -> tuple[dict[str, float], dict[str, float], list[float]]:
     module = Sharing(training=logs("train", "t2", **ON_EPOCH), validation=logs("val", "v2"), test=logs("x", "y"))
-    module.cat = metrics().CatMetric()
-    module.on_test_batch_end = lambda outputs, batch, batch_idx, dataloader_idx=0: (
-        module.cat.update(batch),
-        module.log("sum", module.metric + module.metric),
-    )
+    module.cat, module.own = metrics().CatMetric(), metrics().MeanMetric(sync_on_compute=False)
+
+    def count(outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        module.cat.update(batch)
+        module.log("sum", module.metric + module.metric)
+        if module.global_rank == 0:
+            module.own.update(batch)
+            module.log("own", module.own, rank_zero_only=True)
+
+    module.on_test_batch_end = count
     settings: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
     trainer = quiet(max_epochs=2, val_check_interval=1, **settings)
     trainer.fit(module, numbers([*TRAIN, 8.0]), numbers(FIRST))
@@ -330,7 +335,10 @@ def two_ranks() -> tuple[dict[str, float], dict[str, float], list[float]]:
 
 @pytest.mark.dist
 def test_values_are_of_all_ranks() -> None:
-    for shown, found, _ in run_ranks(two_ranks, 2):
+    (_, of_first, _), _ = results = run_ranks(two_ranks, 2)
+    own = {name: of_first.pop(name) for name in sorted(of_first) if name.startswith("own")}
+    assert own == {"own/dataloader_idx_0": 30.0, "own/dataloader_idx_1": 53.5}
+    for shown, found, _ in results:
         assert shown == {"train": 4.0, "t2": 4.0, "val": 30.0, "v2": 30.0}
         first, second = (10 * round(mean(values) / 10, 5) for values in (FIRST, SECOND))
         assert found == {
