@@ -401,7 +401,7 @@ class ModelCheckpoint(Callback):
         for store in map(trainer.saver.store, self._folders):
             found += store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
-        self.saved = [saved for saved in self.saved if saved.key not in listed]  # added again below
+        self.saved = [saved for saved in self.saved if saved.key not in listed]  # the others are added again below
         for info in found:
             about, key = info.manifest.info, str(info.path)
             score = about.get("score")  # None if the metric was nan

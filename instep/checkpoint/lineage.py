@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.manifest import Manifest
 
 _LEADS_NOWHERE = ("weights", "exception")  # kinds of checkpoints from which "auto" and "last" do not resume
-_MOST = 256  # most entries of `resumed_from`
+_MOST = 256  # limit for the number of entries in `resumed_from`
 
 
 def _place(value: object) -> bool:

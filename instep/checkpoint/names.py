@@ -14,7 +14,7 @@ SAVING = ".saving-"  # prefix of a folder that is being written; its name ends w
 DELETING = ".deleting-"  # prefix of a deleted checkpoint whose files are being removed
 _NUMBERED = re.compile(r"(?P<base>.+)-(?P<attempt>\d+)", re.DOTALL)
 _STEP = re.compile(r"step-(?P<step>\d+)")
-_MAX_BYTES = 150  # of the 255 bytes that file systems allow: a prefix and the process are added
+_MAX_BYTES = 150  # limit for a name; file systems allow 255 bytes, but a prefix and the process's name are added
 
 
 def base_name(step: int, name: str | None) -> str:

@@ -26,7 +26,7 @@ from instep.utils.warn import warn_user
 
 _OWNER = ".owner"
 _PART_BYTES = 32 * 2**20  # size of a part of a multi-part upload; about three parts are in memory
-_MOST_PARTS = 9_000  # of a multi-part upload: S3 allows 10,000
+_MOST_PARTS = 9_000  # limit for the number of parts of a multi-part upload; S3 allows 10,000
 _RANGE_BYTES = 16 * 2**20  # size of a part of a download
 _AHEAD = 4  # number of parts of a download that are read ahead
 

@@ -17,7 +17,7 @@ from instep.errors import SettingError, one_of
 
 @dataclass(frozen=True)
 class Saved:
-    """What a policy knows of a checkpoint.
+    """Facts about a checkpoint by which a retention policy decides.
 
     Args:
         key: unique text for the checkpoint, such as its path.

@@ -166,7 +166,7 @@ class SavedRun:
         """
         for rank in range(self.shared["world_size"]):
             state = self.rank(rank)
-            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # an error if it is missing
+            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # raises for a missing file
 
     def forget(self) -> None:
         """Free the states that were read, since their tensors may be as large as the model."""

@@ -41,7 +41,7 @@ class RunSaver(ABC):
         self._swept: set[Path] = set()
         self._background: BackgroundSaver | None = None
 
-    # ---- folders of checkpoints of checkpoints
+    # ---- folders of checkpoints
 
     def own(self, folder: Location | None) -> None:
         """Take the lease of a folder, so that no other run saves there. Collective: all ranks call it.

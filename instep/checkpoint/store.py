@@ -440,7 +440,7 @@ class CheckpointStore:
         """Return a serial number higher than those of all saves of the run and of the folder."""
         known = None if self.lease is None else self.lease.serial
         if known is None:
-            known = max((other.serial for other in facts(self.root)), default=0)  # also of copied checkpoints
+            known = max((other.serial for other in facts(self.root)), default=0)  # copied checkpoints count too
         return 1 + max(known, line.serial)
 
     def _delete(self, folder: Path) -> None:

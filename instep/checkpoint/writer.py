@@ -97,7 +97,7 @@ class BaseWriter(ABC):
 
 
 class Writer(BaseWriter):
-    """Write the files of one rank into a checkpoint. `CheckpointStore.save` makes a Writer for your function.
+    """Writes the files of one rank into a checkpoint. `CheckpointStore.save` calls your function with a Writer.
 
     Args:
         folder: folder of the checkpoint before its commit. Files that other code puts there become part of the

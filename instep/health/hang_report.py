@@ -170,7 +170,7 @@ def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
 
 
 def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
-    """Return a text about the ranks that wait at another place than most; the ranks behind may be the majority."""
+    """Return a text about the ranks that wait at another place in the code than most of the ranks do."""
     places: dict[tuple[str, str], list[RankProgress]] = {}
     for beat in waiting:
         place = beats.where(beat.local_rank).partition("\n")[0].partition("; last collective")[0]

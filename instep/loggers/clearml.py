@@ -67,7 +67,8 @@ class ClearMLLogger(Logger):
         self._ours = self._tracker is None
         if not self._ours:
             return
-        Task._report_subprocess_enabled = False  # as by `sdk.development.report_use_subprocess: false`
+        # ClearML's setting `sdk.development.report_use_subprocess: false` does the same
+        Task._report_subprocess_enabled = False
         if self._offline is not None:
             Task.set_offline(self._offline)
         if Task._offline_mode:

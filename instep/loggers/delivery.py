@@ -126,7 +126,7 @@ class Delivery:
         self.step, self.time_s = 0, 0.0
         """Global step of the record that is being written, and when it was made, in seconds since 1970."""
         self._step_of_run: Callable[[], int] | None = None
-        self._claim: Callable[[], Path] | None = None  # makes the folder of the Trainer's next run
+        self._claim: Callable[[], Path] | None = None  # function that makes the folder of the Trainer's next run
         self._decides = False  # whether this logger's `save_dir` contains the Trainer's run folder
         # index of this logger among the run's loggers of its class; this process's rank if every rank writes
         self._number = self._rank = 0

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
 
-# A class of its own before Python 3.11; since then it is the builtin TimeoutError.
+# Before Python 3.11 this class is not the builtin TimeoutError.
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from pathlib import Path
@@ -237,7 +237,7 @@ class Sender:
                 self.backlog.drop(written, self._books.writer.file.row_count())
                 left -= written
                 self._failures, self._singly = 0, max(0, self._singly - written)
-                if time.monotonic() > self._noted_s + _PERIOD_S:  # also while records keep coming
+                if time.monotonic() > self._noted_s + _PERIOD_S:  # done also while new records keep coming
                     self._rest()
                 self._run_tasks(())
             self.error = None

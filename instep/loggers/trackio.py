@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from instep.loggers.backlog import Row
     from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
 
-# Trackio uses these names itself: it puts "__" before a metric with such a name.
+# Trackio uses these names itself, and renames metrics with these names: it puts "__" before the name.
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
 
 

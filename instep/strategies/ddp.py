@@ -66,7 +66,7 @@ class BucketOrder:
         self.names: list[str] = []
         """The parameters in that order; empty before it is known, and where it does not matter."""
         self._ddp: DistributedDataParallel | None = ddp
-        self._parameters = _parameters(ddp)  # by their current names, which pruning may change
+        self._parameters = _parameters(ddp)  # by name; stored now, since pruning may change the names later
         self._handles: list[Any] = []
         regroups = not ddp.find_unused_parameters and not ddp.static_graph
         if torch.distributed.get_world_size(ddp.process_group) > 2 and regroups:
@@ -90,7 +90,7 @@ class BucketOrder:
         self._handles, self._ddp = [], None
 
     def restore(self, names: Sequence[str]) -> None:
-        """Make DDP build the same buckets as in an earlier run, whose order of names this is. Collective."""
+        """Make DDP build the same buckets as an earlier run, from that run's order of parameter names. Collective."""
         ddp = self._ddp
         if ddp is None or not self._handles:
             return
@@ -388,7 +388,7 @@ class DDPStrategy(Strategy):
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             yield  # a static graph is recorded in the first backward, which must reduce
             return
-        before, self._syncs = self._syncs, False  # DDP's own flag does not do: it is off in each manual step
+        before, self._syncs = self._syncs, False  # DDP's own flag cannot be used: it is off in each manual step
         try:
             with ddp.no_sync():
                 yield

@@ -360,7 +360,7 @@ class FSDPStrategy(Strategy):
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         reshard = self.reshard_after_forward
         if root and reshard is not False:
-            reshard = None  # a step calls the root's forward again, so its weights stay gathered
+            reshard = None  # the root module's forward is called again in the next step, so its weights stay gathered
         elif alone and reshard is None:
             # Reshard after the forward even for the last block: there may be no backward, as in a GAN.
             reshard = True
@@ -515,7 +515,7 @@ class FSDPStrategy(Strategy):
         return gathered if main else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._reshard()  # first, since names are known for the sharded parameters only
+        self._reshard()  # reshard first, since names are known only for sharded parameters
         return optimizer_state(self.module, optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:

@@ -67,7 +67,7 @@ def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
 
 
 def place_of(owner: nn.Module, key: str) -> Stored | None:
-    """Return the recorded stored tensor for a module's own weight or buffer; None if there is no record."""
+    """Return the tensor in a file that is recorded for a module's own weight or buffer; None if none is recorded."""
     return vars(owner).get(_PLACES, {}).get(key)
 
 

@@ -183,7 +183,7 @@ class XLAStrategy(Strategy):
         if self._mesh is None:
             return
         for tensor in (*module.parameters(), *module.buffers()):
-            self._spmd.clear_sharding(tensor)  # from an earlier run with another strategy
+            self._spmd.clear_sharding(tensor)  # an earlier run with another strategy may have sharded it
             self._split(tensor, self._weight_dim(tensor) if isinstance(tensor, nn.Parameter) else -1)
         for block in module.modules():
             if isinstance(block, self.blocks):

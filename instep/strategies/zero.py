@@ -72,7 +72,7 @@ class OptimizerShards:
         if is_torch_zero(optimizer):
             return None
         shards = _divided.get(optimizer) or OptimizerShards(optimizer)
-        shards._assign(parameters_of(optimizer))  # of groups that were added since then
+        shards._assign(parameters_of(optimizer))  # parameter groups may have been added since an earlier `attach`
         if not shards._handles:
             shards._handles = [
                 optimizer.register_step_pre_hook(shards._before_step),
@@ -104,7 +104,7 @@ class OptimizerShards:
                 loss = closure()
             args, kwargs = (optimizer,), {**kwargs, "closure": lambda: loss}
         parameters = parameters_of(optimizer)
-        self._assign(parameters)  # of groups that were added since the last step
+        self._assign(parameters)  # parameter groups may have been added since the last step
         self._hidden = [(p, p.grad) for p in parameters if p.grad is not None and not self.owns(p)]
         for p, _ in self._hidden:
             p.grad = None

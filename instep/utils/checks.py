@@ -290,7 +290,7 @@ def check_fields(settings: Any) -> None:
     for name, check in checks_of(type(settings)).items():
         value, default = getattr(settings, name), getattr(type(settings), name, ...)
         if value is not None or default is not None:
-            object.__setattr__(settings, name, check(name, value))  # for frozen dataclasses too
+            object.__setattr__(settings, name, check(name, value))  # works for frozen dataclasses too
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

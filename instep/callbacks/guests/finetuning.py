@@ -182,7 +182,7 @@ class BaseFinetuning(Callback):
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
         trained = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
-        norms = BaseFinetuning._norms_of(modules, optimizer)  # these are usually trained from the start
+        norms = BaseFinetuning._norms_of(modules, optimizer)  # normalization layers are usually trained from the start
         new = BaseFinetuning.filter_on_optimizer(optimizer, [p for p in trained if id(p) not in norms])
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})

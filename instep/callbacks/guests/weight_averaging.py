@@ -103,7 +103,7 @@ class WeightAveraging(Callback):
         self._untrained: list[str] = []  # names of buffers and of integer tensors
         self._live: dict[str, Tensor] | None = None  # the trained weights, while the module holds the average
         self._in_validation = False
-        self._updates: int | None = None  # number of updates that a checkpoint says, until its average is loaded
+        self._updates: int | None = None  # number of updates from a checkpoint whose average is not loaded yet
         self._latest_update_step = 0
         self._latest_update_epoch = -1
         self._asked_step = 0

@@ -358,7 +358,7 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
             else {}
         )
         tokens = sorted((name for name in items if name.endswith("items_per_sec")), key=lambda name: "device" in name)
-        # The first name is that of the sum over all processes, if there are several; else that of this device.
+        # With several processes, the first name is that of the sum over all processes; otherwise of this device.
         facts += [f"{amount(items[name])} tokens/s" for name in tokens[:1]]
         facts += [f"MFU {value:.1%}" for name, value in items.items() if name.endswith("mfu")]
     return facts

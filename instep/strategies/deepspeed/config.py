@@ -174,7 +174,7 @@ def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int,
     if filled.get("train_micro_batch_size_per_gpu", AUTO) == AUTO:
         filled["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed uses it only to print samples per second
     if filled.get("gradient_clipping") == AUTO:
-        del filled["gradient_clipping"]  # set at each step, by the Trainer's value
+        del filled["gradient_clipping"]  # set at each step, from the Trainer's setting
     for other in ("fp16", "bf16"):
         if other in filled or kind == other:
             filled[other] = {**filled.get(other, {}), "enabled": kind == other}

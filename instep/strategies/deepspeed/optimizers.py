@@ -96,7 +96,7 @@ def make_optimizer(config: Mapping[str, Any], parameters: Iterable[Any], device:
     lower = name.lower()
     on_cpu = offload_device(config, "offload_optimizer") is not None
     if lower in ("adam", "adamw") and not as_torch and (on_cpu or device.type == "cuda"):
-        adams = import_module("deepspeed.ops.adam")  # imported late: optional
+        adams = import_module("deepspeed.ops.adam")  # imported late: DeepSpeed is an optional package
         adamw = adamw or lower == "adamw"
         if on_cpu:
             return adams.DeepSpeedCPUAdam(parameters, adamw_mode=adamw, **params)
@@ -105,7 +105,7 @@ def make_optimizer(config: Mapping[str, Any], parameters: Iterable[Any], device:
         name = "AdamW" if adamw else "Adam"
     of_torch = {kind.lower(): getattr(torch.optim, kind, None) for kind in (name, *_ELEMENTWISE)}
     if lower == "lion" and (on_cpu or device.type == "cuda"):
-        lion = import_module("deepspeed.ops.lion")  # imported late: optional
+        lion = import_module("deepspeed.ops.lion")  # imported late: DeepSpeed is an optional package
         return (lion.DeepSpeedCPULion if on_cpu else lion.FusedLion)(parameters, **params)
     made = of_torch.get(name.lower())
     if made is None:

@@ -138,14 +138,14 @@ class DeepSpeedGradients(Gradients):
         if closure is not None:
             closure()
         engine, zero, factor = self.strategy._engine, self.strategy._zero, self._factor
-        if factor != 1.0:  # used through the loss scale, by which DeepSpeed's step divides
+        if factor != 1.0:  # the factor is put into the loss scale, by which DeepSpeed's step divides
             zero.external_loss_scale, zero.custom_loss_scaler = zero.loss_scale / factor, True
         try:
             engine.step()
         finally:
             if factor != 1.0:
                 zero.custom_loss_scaler = False
-            if self._unclipped is not None:  # the next step may be one without clipping
+            if self._unclipped is not None:  # restore the default norm, since the next step may not call `clip`
                 zero.clip_grad, self._unclipped = self._unclipped, None
         self.step_was_skipped = not engine.was_step_applied()
         self.close()

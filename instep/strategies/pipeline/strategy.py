@@ -437,7 +437,7 @@ class PipelinedStrategy(FSDPStrategy):
         return super().load_model_state(state, strict)
 
     def average_replicas(self) -> None:
-        if self._cut is None:  # without a pipeline; stages have different buffers on each rank
+        if self._cut is None:  # only without a pipeline: the stages of a pipeline have different buffers
             super().average_replicas()
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
