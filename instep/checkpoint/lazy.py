@@ -136,8 +136,8 @@ def _mapping(part: FileSlice) -> mmap.mmap:
                     f"{part.path} was replaced or changed after its header was read. Load the checkpoint again.",
                     path=part.path,
                 )
-            # Private and without reservation: a page that is written becomes memory of this process, and other pages
-            # need no memory, so that the file may be larger than the memory.
+            # MAP_PRIVATE copies a page into this process's memory when the page is written. MAP_NORESERVE reserves no
+            # memory for the other pages, so that the file may be larger than the memory.
             private = mmap.MAP_PRIVATE | _NO_RESERVE
             kept = mmap.mmap(file.fileno(), status.st_size, flags=private, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         _MAPPED[key] = kept

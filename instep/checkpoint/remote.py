@@ -39,8 +39,8 @@ def files_of(path: Path) -> Files:
 class RemoteFiles(Files):
     """File operations of a checkpoint store on a file system of fsspec, with paths of the class `upath.UPath`.
 
-    The names of the operations for `trace` are create, write, close (the end of an upload), put (a small object in one
-    request) and unlink.
+    The function `trace` is called with the operations create, write, close (the end of an upload), put (a small object
+    in one request) and unlink.
     """
 
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:

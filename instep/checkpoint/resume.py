@@ -286,7 +286,7 @@ def all_digests_of(shards: Mapping[str, Any], names: Iterable[str], cast: LeftOu
 
 
 def _sum_of(value: Any, cast: Sequence[str] | None) -> tuple[str, int]:
-    """Return dtype and content sum of a tensor or shard, after rounding it to a saved dtype of fewer bits."""
+    """Return dtype and checksum of a tensor or shard; if the saved dtype has fewer bits, the values are cast first."""
     local = value.local if isinstance(value, Shard) else value
     if cast is not None:
         with suppress(ValueError):  # this version of torch does not have the dtype

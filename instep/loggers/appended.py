@@ -132,7 +132,7 @@ class AppendedFile:
 
 
 class OutputFile:
-    """What `Delivery` must know of a logger's output file. This base class is for a logger without a file."""
+    """Interface of a logger's output file for `Delivery`. This base class stands for a logger without a file."""
 
     appended: AppendedFile | None = None
     later_rows: Sequence[RowKey] = ()

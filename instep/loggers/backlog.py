@@ -95,7 +95,7 @@ class Record(NamedTuple):
 
 
 def is_own(line: bytes, seal: Seal | None) -> bool:
-    """Return True if a line of a backlog file has the mark which proves that this user wrote it."""
+    """Return True if a line of a backlog file ends with a digest that proves that this user wrote it."""
     data, _, mark = line.rstrip().rpartition(_MARK)
     return seal is not None and seal.is_own(data + b"]", mark.decode(errors="replace").removesuffix('"]'))
 

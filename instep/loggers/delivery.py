@@ -545,7 +545,7 @@ class Delivery:
         return record._replace(args=(metrics, *record.args[1:]))
 
     def rest(self) -> None:
-        """Write to the note which steps a tracker has. Called when no record waits, and now and then."""
+        """Store in the logger's note file which steps the tracker has; called when no record waits, and regularly."""
         if not self.writer.is_local:
             self.write_note()
 

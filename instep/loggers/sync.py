@@ -40,7 +40,7 @@ from instep.utils.untrusted_files import open_regular
 _STEM = re.compile(r"[A-Za-z_][A-Za-z0-9_]*?(?:-(?P<number>[0-9]{1,4}))?(?:-rank-(?P<rank>[0-9]{1,6}))?")
 _TRIES = 3
 _PAUSE_S = 2.0
-_FEW = 20  # most files that the question to the user lists
+_FEW = 20  # limit for the number of files that are listed in the question to the user
 _NETWORK = ("http", "https", "aim")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:").match
 _PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path without characters that mean something in a URL
@@ -86,7 +86,7 @@ def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None 
     check_no_link(folder)
     for file in sorted(folder.glob("*.jsonl")):
         if file.name.endswith(".refused.jsonl") and file.with_name(file.name.replace(".refused", "")).exists():
-            continue  # sent together with the records of the other file
+            continue  # refused records are sent together with those of the file without ".refused"
         note = file.with_name(file.name.removesuffix(".jsonl").removesuffix(".refused") + ".json")
         yield _send(run, note, timeout_s, ask or _refuse)
 

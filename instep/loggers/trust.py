@@ -28,23 +28,27 @@ _VALUES = (str, int, float, bool, type(None))
 
 
 def signed(note: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a logger's note with a mark which proves that this user wrote it."""
+    """Return a copy of the content of a logger's note file, with a digest that proves that this user wrote it."""
     return {**note, "mark": mark(dict(note))}
 
 
 def is_signed(note: Mapping[str, Any]) -> bool:
-    """Return True if a logger's note has the mark which proves that this user wrote it."""
+    """Return True if the content of a logger's note file has a digest that proves that this user wrote it."""
     return is_own({key: value for key, value in note.items() if key != "mark"}, note.get("mark"))
 
 
 def seal_of(path: Path) -> Seal:
-    """Return the object that marks the records beside a note, with the note's id if this user wrote the note."""
+    """Return the object that marks records as written by this user; its id is that of the note file, if it is trusted.
+
+    Args:
+        path: path of the note file, a JSON file that describes the logger.
+    """
     note = read_note(path)
     return Seal(str(note["id"]) if "id" in note and is_signed(note) else uuid4().hex)
 
 
 def version_in(note: Mapping[str, Any]) -> int | str | None:
-    """Return the run's version from a logger's note.
+    """Return the run's version from the content of a logger's note file.
 
     Raises:
         SettingError: the version is not None, a number or the name of a folder.
@@ -62,19 +66,19 @@ def is_version(version: Any) -> bool:
 
 
 def sent_in(note: Mapping[str, Any]) -> dict[str, int]:
-    """Return the last sent step of each metric from a logger's note; invalid entries are left out."""
+    """Return the last sent step of each metric from a logger's note file; invalid entries are left out."""
     sent = note.get("sent")
     return {name: step for name, step in sent.items() if type(step) is int} if isinstance(sent, dict) else {}
 
 
 def status_in(note: Mapping[str, Any]) -> str:
-    """Return how the run ended, from a logger's note; "interrupted" if the note has no valid status."""
+    """Return how the run ended, from a logger's note file; "interrupted" if the file has no valid status."""
     status = note.get("status")
     return status if status in _STATUS else "interrupted"
 
 
 def arguments_in(note: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the arguments of the logger from its note.
+    """Return the arguments of a logger from the content of its note file.
 
     Raises:
         SettingError: an argument is not a string, number, bool or None.

@@ -318,7 +318,7 @@ class DDPStrategy(Strategy):
         )
         self.hook.register(ddp)
         self._order = None
-        if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # sums depend on the buckets
+        if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # in these, rounding depends on the buckets
             self._order = BucketOrder(ddp)
         if self.local_sgd_plan is not None:
             if len(optimizers) > 1 and self._manual:

@@ -67,7 +67,7 @@ def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
 
 
 def place_of(owner: nn.Module, key: str) -> Stored | None:
-    """Return the tensor in a file that is recorded for a module's own weight or buffer; None if none is recorded."""
+    """Return the stored tensor that `defer_weights` has recorded for a module's own weight or buffer, or None."""
     return vars(owner).get(_PLACES, {}).get(key)
 
 

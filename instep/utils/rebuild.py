@@ -228,7 +228,7 @@ def _is_of_package(kind: type) -> bool:
     variables.
     """
     homes = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    # dataclasses of pydantic have attributes whose names begin so
+    # dataclasses of pydantic have attributes whose names begin with "__pydantic"
     of_pydantic = any(name.startswith("__pydantic") for name in dir(kind))
     return of_pydantic or not homes.isdisjoint(("omegaconf", "pydantic", "pydantic_core"))
 

@@ -140,7 +140,7 @@ class SpikeDetection(Callback):
             raise
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._judge_waiting(trainer, len(self._waiting))  # the next epoch replaces the indices of samples
+        self._judge_waiting(trainer, len(self._waiting))  # now, since the next epoch replaces the samples' indices
 
     def _judge_waiting(self, trainer: Trainer, count: int) -> None:
         """Compare the losses of the first `count` waiting batches. Collective: all ranks call it."""

@@ -115,7 +115,7 @@ def _is_flat(key: Any, levels: int = 3) -> bool:
 
 
 def _hashing(name: str, keys: slice) -> Callable[[Any], None]:
-    """Make an unpickler instruction that checks its keys on the stack before it hashes them."""
+    """Make a replacement for an instruction of the unpickler that refuses deeply nested keys before hashing them."""
 
     def checked(reader: Any) -> None:
         if not all(map(_is_flat, reader.stack[keys])):
