@@ -386,7 +386,7 @@ class DDPStrategy(Strategy):
     @contextmanager
     def _without_sync(self, ddp: DistributedDataParallel) -> Iterator[None]:
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
-            yield  # a static graph is recorded in the first backward, which must reduce
+            yield  # a static graph is recorded in the first backward, which must reduce gradients
             return
         before, self._syncs = self._syncs, False  # DDP's own flag cannot be used: it is off in each manual step
         try:

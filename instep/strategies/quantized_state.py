@@ -85,7 +85,7 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Hook before `load_state_dict`: load the tensors of a quantized layer, and leave its other ones to torch."""
+    """Hook before `load_state_dict`: load the quantized tensors of a layer; torch loads the layer's other tensors."""
     weight, given = f"{prefix}weight", state.get(f"{prefix}weight")
     # The state dict has the tensor subclass itself, as torch.save stores it.
     if is_of_torchao(layer.weight) and type(given) is type(layer.weight):

@@ -601,7 +601,7 @@ def successor(name: str) -> str | None:
     root, _, rest = name.partition(".")
     parents, _, leaf = rest.rpartition(".")
     if leaf == "ModelSummary" and parents.startswith("utilities"):
-        leaf = "summarize"  # not the callback of this name, but the class, for which instep has a function
+        leaf = "summarize"  # instep has a function in place of this class, and a callback of the same name
     return None if parents != parents.lower() else moved().get(root, {}).get(leaf)  # None for attributes of classes
 
 

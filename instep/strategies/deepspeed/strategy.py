@@ -379,7 +379,7 @@ class DeepSpeedStrategy(Strategy):
         for p, part in self._parts.items():
             old = before.get(p)
             if old is not None and (old.begin, old.count) == (part.begin, part.count) and old.fetch is None:
-                if _still(p, part, old.weights()):  # False if the user has changed the weights since then
+                if _still(p, part, old.weights()):  # False if the user has changed the weights since the previous fit
                     # Use the float32 weights of the previous fit, which are not rounded to 16 bits.
                     part.set_weights(old.weights())
             elif p in exact:
