@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,6 +276,19 @@ def test_an_evaluation_that_was_left_has_no_place_to_go_back_to(make: Any) -> No
         break
     second.load_state_dict(first.state_dict())
     assert len(list(second)) == 3
+
+
+def test_gradients_that_a_step_has_left_make_an_evaluation_no_training(make: Any, tmp_path: Path) -> None:
+    accelerator = make()
+    model, optimizer, train, val = accelerator.prepare(*linear(), numbers(8), numbers(12))
+    for (x,) in train:
+        accelerator.backward(model(x[:, None]).mean())
+        optimizer.step()
+    for _ in val:
+        accelerator.save_state(tmp_path / "state")
+        break
+    accelerator.load_state(tmp_path / "state")
+    assert len(list(val)) == 2, "the batch in hand was evaluated"
 
 
 def test_a_batch_in_hand_that_was_not_trained_on_comes_again(make: Any) -> None:

@@ -108,6 +108,13 @@ def test_a_list_that_was_a_column_and_is_none_later_is_refused() -> None:
         splitter.part({"x": tensor(1), "languages": ["de", "en"]}, 1, 0, 1)
 
 
+def test_tensors_in_the_place_of_a_list_that_was_no_column_are_columns() -> None:
+    splitter = Splitter()
+    splitter.part({"x": tensor(3), "more": ["two", "notes"]}, 3, 0, 1)
+    assert plain(splitter.part([tensor(2), [tensor(2)]], 2, 0, 1)) == [[0.0], [[0.0]]]
+    assert plain(splitter.part({"x": tensor(3), "more": [tensor(3)]}, 3, 0, 1)["more"]) == [[0.0]]
+
+
 @pytest.mark.parametrize(
     ("batch", "rows", "message"),
     [

@@ -70,6 +70,9 @@ def test_step_values_that_are_on_their_way_where_a_validation_ends_are_logged(
 
 
 def test_values_that_are_late_are_those_that_come_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # one process asks no other
+    monkeypatch.setattr("instep.trainer.log.gather_object", None)
+
     def logged(ready: Any) -> Any:
         monkeypatch.setattr(ScalarTransfer, "ready", ready)
         torch.manual_seed(3)

@@ -175,6 +175,11 @@ def test_a_preemption_replaces_the_newest_instead_of_adding_one(savers: Any, tmp
         (one(save_last=False), "with ModelCheckpoint(save_last=False) a crash goes back to the best", [8]),
         (one(save_top_k=0), "ModelCheckpoint(save_top_k=0) saves nothing to resume from", []),
         (lambda root: [], "there is no ModelCheckpoint, so nothing is saved", []),
+        (
+            lambda root: [*one(save_last=False)(root), ModelCheckpoint(root / "b", save_top_k=0)],
+            "with ModelCheckpoint(save_last=False) a crash goes back to the best",
+            [8],
+        ),
     ],
 )
 def test_a_run_without_automatic_saves_prints_one_line_at_the_start(
