@@ -13,6 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from instep.compat.fsdp import FullyShardedDataParallelPlugin
 from instep.errors import SettingError, UsageError
 from tests.helpers.spawn import run_command
+from tests.helpers.warm import warm_python
 from tests.test_public_names import in_new_process
 
 SCRIPT = """
@@ -76,7 +77,7 @@ def losses(tmp_path: Path, code: str, *words: str, ranks: int = 0, of_accelerate
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + code)
     launch = ["-m", "instep", "launch", "--as", "accelerate", "--devices", str(max(1, ranks))] if of_accelerate else []
-    done = run_command([sys.executable, *launch, str(script), str(tmp_path), *words])
+    done = run_command([warm_python(), *launch, str(script), str(tmp_path), *words])
     assert done.returncode == 0, done.stdout
     return json.loads(done.stdout.splitlines()[-1]) if "[" in done.stdout else []
 

@@ -15,6 +15,7 @@ from instep.compat import fabric_wrappers
 from instep.compat.fabric import Fabric
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError, UsageError
 from tests.helpers.spawn import run_command
+from tests.helpers.warm import warm_python
 from tests.test_public_names import in_new_process
 
 SCRIPT = """
@@ -87,7 +88,7 @@ def output(tmp_path: Path, code: str, *words: str, of_fabric: bool = True) -> li
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + code)
     launch = ["-m", "instep.compat", "fabric"] if of_fabric else []
-    done = run_command([sys.executable, *launch, str(script), str(tmp_path), *words])
+    done = run_command([warm_python(), *launch, str(script), str(tmp_path), *words])
     assert done.returncode == 0, done.stdout
     return [line for line in done.stdout.splitlines() if line.startswith("[")]
 
