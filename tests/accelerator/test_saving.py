@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +34,7 @@ from instep.state import PartialState
 from instep.utils import atomic
 from tests.accelerator.loops import Net, sgd
 from tests.helpers.spawn import RanksFailed, run_command, run_ranks
+from tests.helpers.warm import warm_python
 
 
 class Other(Net):
@@ -529,7 +529,7 @@ def released(folder: Path) -> list[bool]:
 
 
 def test_a_program_that_ends_gives_the_folder_back(tmp_path: Path) -> None:
-    done = run_command([sys.executable, "-c", ENDS, str(tmp_path)], cwd=Path(__file__).parents[2])
+    done = run_command([warm_python(), "-c", ENDS, str(tmp_path)], cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("checkpoints/step-*"))) == 1
     assert released(tmp_path) == [True]

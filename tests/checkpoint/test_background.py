@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from instep.errors import CorruptCheckpointError
 from instep.state import PartialState
 from tests.checkpoint.helpers import flip, left_over, path_of, value_of, writes
 from tests.helpers.spawn import HANG_S, run_command, run_ranks
+from tests.helpers.warm import warm_python
 
 DEADLINE_S = HANG_S
 
@@ -154,7 +154,7 @@ saver.start(CheckpointStore(sys.argv[1]), 1, saver.record(lambda writer: writer.
 
 
 def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
-    assert run_command([sys.executable, "-c", PROGRAM, str(tmp_path)]).returncode == 0
+    assert run_command([warm_python(), "-c", PROGRAM, str(tmp_path)]).returncode == 0
     store = CheckpointStore(tmp_path)
     assert store.verify(store.scan()[0].path) == []
 

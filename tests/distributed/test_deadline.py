@@ -19,12 +19,13 @@ from instep.distributed.signals import Deadline
 from instep.trainer import devices
 from instep.trainer.settings import resolve
 from tests.helpers.spawn import HANG_S, finish, run_command, start_command
+from tests.helpers.warm import warm_python
 
 REPO = Path(__file__).parents[2]
 
 
 def command(root: Path, where: str, grace_s: float) -> list[str]:
-    return [sys.executable, "-m", "tests.trainer.stuck", str(root), where, str(grace_s)]
+    return [warm_python(), "-m", "tests.trainer.stuck", str(root), where, str(grace_s)]
 
 
 def status(root: Path) -> dict[str, Any]:

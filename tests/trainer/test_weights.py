@@ -25,6 +25,7 @@ from instep.errors import CheckpointError, SettingError
 from instep.loggers.hparams import plain
 from instep.utils.rebuild import with_structures
 from tests.helpers.spawn import run_command
+from tests.helpers.warm import warm_python
 from tests.trainer.toys import BareToy, Toy, loader, quiet
 
 
@@ -267,7 +268,7 @@ def test_a_checkpoint_of_the_main_program_finds_its_classes_where_they_are_impor
         ["its_program.py"],
         ["-c", "import its_program as p; p.Net.load_from_checkpoint('saved').hparams.act.x"],
     ):
-        done = run_command([sys.executable, "-W", "ignore", *words], cwd=tmp_path, timeout_s=60.0, env=environment)
+        done = run_command([warm_python(), *words], cwd=tmp_path, timeout_s=60.0, env=environment)
     assert "type object 'Act' has no attribute 'x'" in done.stderr
 
 
