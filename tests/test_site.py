@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import subprocess
 import sys
@@ -19,14 +21,30 @@ WIDE = 8  # pixels that a page may be wider than its window: a shadow, a scroll 
 pytestmark = pytest.mark.site
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site. A warning is an error: a link inside leads nowhere, a page is in no table of contents."""
-    folder = tmp_path_factory.mktemp("site")
-    words = ["-W", "--keep-going", "-q", "-b", "html", "-d", folder / "doctrees", REPO / "docs", folder / "html"]
-    words += ["-t", "without_sources"]  # their pages are not written by people
-    done = subprocess.run([sys.executable, "-m", "sphinx", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ours = tmp_path_factory.getbasetemp()
+    folder = (ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours) / "site"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the worker that comes first builds the site for all of them
+        if not (folder / "built").exists():
+            words = [
+                "-W",
+                "--keep-going",
+                "-q",
+                "-b",
+                "html",
+                "-d",
+                folder / "doctrees",
+                REPO / "docs",
+                folder / "html",
+            ]
+            words += ["-t", "without_sources"]  # their pages are not written by people
+            done = subprocess.run([sys.executable, "-m", "sphinx", *words], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[-3000:]
+            (folder / "built").touch()
     return folder / "html"
 
 

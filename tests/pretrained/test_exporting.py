@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -209,6 +210,7 @@ def test_weights_that_ranks_share_are_exported_with_the_bits_of_the_checkpoint(
         assert not torch.equal(logits(exported[0]), logits(saved.model)), name
 
 
+MANY = 20 if os.environ.get("INSTEP_KILL_EVERY") == "1" else 5
 KILLED = """
 import os, random, signal, sys, time
 from tests.pretrained.test_exporting import Chat, Path, PretrainedExport, fit
@@ -236,7 +238,7 @@ for kill in range(int(sys.argv[2])):
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [1, pytest.param(MANY, marks=pytest.mark.campaign)])
 def test_a_kill_within_a_write_leaves_no_half_of_an_export(tmp_path: Path, kills: int) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
 """Streams in real runs that are killed and go on with other ranks, workers and batch sizes.
 
-Two schedules are run by default; `-m campaign` runs a dozen.
+Two schedules are run by default, `-m campaign` runs three more, and with INSTEP_STREAMS_EVERY=1 ten more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.helpers.spawn import RanksFailed, run_ranks
 from tests.streams.files import number, write_shards
 from tests.trainer.toys import quiet
 
+MORE = range(2, 12 if os.environ.get("INSTEP_STREAMS_EVERY") == "1" else 5)
 COUNTS, EPOCHS, SIZE = (130, 70, 300, 10), 3, 700
 WIDEST = 40  # samples of a batch
 
@@ -120,7 +121,7 @@ def draw(dice: random.Random, number: int) -> Leg:
 @pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in MORE)])
 def test_a_run_that_is_killed_and_resized_visits_what_one_process_does(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     suffix, mixture = dice.choice(("jsonl", "parquet", "tar", "arrow", "txt")), seed % 2 == 1
