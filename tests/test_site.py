@@ -30,18 +30,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the worker that comes first builds the site for all of them
         if not (folder / "built").exists():
-            words = [
-                "-W",
-                "--keep-going",
-                "-q",
-                "-b",
-                "html",
-                "-d",
-                folder / "doctrees",
-                REPO / "docs",
-                folder / "html",
-            ]
+            words = ["-W", "--keep-going", "-q", "-b", "html", "-d", folder / "doctrees"]
             words += ["-t", "without_sources"]  # their pages are not written by people
+            words += [REPO / "docs", folder / "html"]
             done = subprocess.run([sys.executable, "-m", "sphinx", *words], capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
             (folder / "built").touch()
