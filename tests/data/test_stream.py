@@ -231,6 +231,21 @@ def test_a_generator_serves_one_pass() -> None:
         run(source)
 
 
+class Shuffled:
+    """Batches of one index each, in the order of a sampler with a generator of the user's."""
+
+    def __init__(self, seed: int) -> None:
+        self.sampler = TorchRandomSampler(range(8), generator=torch.Generator().manual_seed(seed))
+
+    def __iter__(self) -> Any:
+        return ([index] for index in self.sampler)
+
+
+def test_the_seed_of_the_users_own_generator_decides_the_order() -> None:
+    first, again, other = (run(prepare_loader(Shuffled(seed))) for seed in (1, 1, 2))
+    assert first == again != other
+
+
 def test_windows_of_data_without_an_end() -> None:
     source = prepare_loader(DataLoader(Stream(10), batch_size=2))
     source.history = 3

@@ -240,7 +240,7 @@ class Exact(Net):
 def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[float], dict[str, Tensor], list[float]]:
     """One part of the run, 8 samples a step and later 16: indices by micro-batch, losses by step, weights."""
     seed(3)
-    module, losses, first = Exact(), StepLosses(), _FirstAverage()
+    module, losses, first = Exact(), StepLosses(), _First()
     callbacks: list[Callback] = [losses, first, ModelCheckpoint()]
     if stop is not None:
         callbacks.append(_Stop(stop))
@@ -260,18 +260,18 @@ def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[floa
     except Preempted:
         assert stop is not None
     means = [float(trainer.callback_metrics.get(name, -1.0)) for name in ("loss", "average")]
-    means.append(first.value)
+    means = [first.loss, *means, first.average]
     return module.seen, losses.values, {k: v.clone() for k, v in module.state_dict().items()}, means
 
 
-class _FirstAverage(Callback):
-    """What the metric object had at the end of the first epoch, which was interrupted."""
+class _First(Callback):
+    """What the log and the metric object had at the end of the first epoch, which was interrupted."""
 
-    value = -1.0
+    loss = average = -1.0
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         if trainer.current_epoch == 0:
-            self.value = float(trainer.callback_metrics["average"])
+            self.loss, self.average = (float(trainer.callback_metrics[name]) for name in ("loss", "average"))
 
 
 class _Stop(Callback):
@@ -299,7 +299,7 @@ def test_a_run_resumes_at_another_world_size(before: int, after: int, tmp_path: 
     assert sorted(seen) == list(range(45)), "every sample of the interrupted epoch once"
     assert first[0][1] + second[0][1] == pytest.approx(whole_losses, abs=1e-5)
     assert second[0][3] == pytest.approx(whole_means, rel=1e-6)
-    assert whole_means[1:] == [22.0, 22.0], "each sample once, in the interrupted epoch too"
+    assert whole_means[2:] == [22.0, 22.0], "each sample once, in the interrupted epoch too"
     for name, value in whole_weights.items():
         torch.testing.assert_close(second[0][2][name], value, atol=1e-5, rtol=0)
     assert whole_seen
