@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from instep import Callback, Resume, Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.checkpoint import KeepNewest, write_tensors
+from instep.checkpoint.run_state import SavedRun
 from instep.errors import CheckpointError, DataError, Preempted, SettingError
 from tests.trainer.toys import LoggingToy, assert_same, loader, quiet, weights
 
@@ -331,3 +332,20 @@ def test_a_resumed_run_that_fails_leaves_the_trainer_at_its_step(tmp_path: Path)
     with pytest.raises(ValueError, match="no more"):
         trainer.fit(Failing(), loader(shuffle=True), ckpt_path=stopped.value.checkpoint)
     assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_ranks_take_up_their_own_random_state_where_all_of_them_can(
+    other: bool, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gathered(mine: tuple[bool, bool]) -> list[tuple[bool, bool]]:
+        return [mine, (other, False)]  # the other rank has read another part of the data, or the same
+
+    taken: list[bool] = []
+    random_state = SavedRun.random_state
+    monkeypatch.setattr("instep.trainer.run_state.gather_object", gathered)
+    monkeypatch.setattr(
+        SavedRun, "random_state", lambda self, own, rank: taken.append(own is not None) or random_state(self, own, rank)
+    )
+    fit(tmp_path / "second", Net(), epochs=3, ckpt_path=saved[0])
+    assert taken == [other]
