@@ -197,7 +197,7 @@ class Accelerator(ProcessMethods):
         self.precision = make_precision(mixed_precision, process.device, self._handlers)
         self._trackers = Trackers(log_with, process.is_main_process, self.logging_dir)
         self.triggers = Triggers(reserved=())
-        """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
+        """Named triggers; `triggers.tick(step)` returns the agreed ones and does not wait for the device."""
         self._prepared = self._prepared_type(  # this call makes the Accelerator the active run
             process,
             self.precision,
@@ -291,13 +291,13 @@ class Accelerator(ProcessMethods):
 
     # Values of `dataloader_config`, under the attribute names that Accelerate has.
     split_batches: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.split_batches)
-    """Value of `dataloader_config`."""
+    """Setting of this name in `dataloader_config`."""
     dispatch_batches: ReadOnly[bool | None] = ReadOnly(lambda a: a.dataloader_config.dispatch_batches)
-    """Value of `dataloader_config`."""
+    """Setting of this name in `dataloader_config`."""
     even_batches: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.even_batches)
-    """Value of `dataloader_config`."""
+    """Setting of this name in `dataloader_config`."""
     non_blocking: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.non_blocking)
-    """Value of `dataloader_config`."""
+    """Setting of this name in `dataloader_config`."""
 
     # ---- preparing
 

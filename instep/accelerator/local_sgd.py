@@ -62,7 +62,7 @@ class LocalSGD:
         self.enabled = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = at_least(1)("local_sgd_steps", local_sgd_steps)
         self.steps = 0
-        """Optimizer steps since the block began."""
+        """Number of optimizer steps since the `with` block began."""
         self._accelerator = accelerator
         self._model = model
         self._stack = ExitStack()

@@ -66,7 +66,7 @@ class RestoredPlace:
     def __init__(self, state: StateDict, epoch: int, batches: int) -> None:
         self.state, self.epoch, self.batches = state, epoch, batches
         self.held: int = state.get("held", 1)
-        """How many batches the script held at its first use, in the run that saved the state."""
+        """Number of batches that the script held when it first used one, in the run that saved the state."""
         self._left = False  # whether a pass may have moved the source away from this position
 
     def go(self, source: PreparedLoader) -> None:

@@ -84,7 +84,7 @@ class GeneralTracker:
 
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {}
-"""The classes of `register_tracker_class`, by name."""
+"""Tracker classes that `register_tracker_class` has registered, by name."""
 
 
 def register_tracker_class(tracker_class: type[Any]) -> None:

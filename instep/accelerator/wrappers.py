@@ -48,11 +48,11 @@ class Window:
         self._device = device
         self._dtype = widest_float(device)
         self.loader: AcceleratedLoader | None = None
-        """The loader whose batch was trained on last; None in a loop without a prepared one."""
+        """Loader of the batch that was trained on last; None if the loop uses no prepared loader."""
         self.length = run.gradient.num_steps
-        """Micro-batches of the open window so far, or of the one that ended last."""
+        """Number of micro-batches in the open accumulation window so far, or in the window that ended last."""
         self.begin = 0
-        """The number of its first batch."""
+        """Index in the epoch of the first batch of this accumulation window."""
         # id of a running loader -> its (epoch, batch) when the window last checked it
         self._places: dict[int, tuple[int, int]] = {}
         # the loader that the last optimizer step trained on, and the (epoch, batch) of all running loaders at this step
@@ -63,7 +63,7 @@ class Window:
         self._items_of_batch: Tensor | float | None = None
         self._plain = self._warned = False
         self.joins = False
-        """Whether ranks that have no data left wait for the others, under `join_uneven_inputs`."""
+        """Whether a block of `join_uneven_inputs` is open: ranks without further data wait there for the others."""
         # new length of windows, which is not in use yet; None if the length does not change
         self._next: int | None = None
         self._factor: Tensor | float | None = None
@@ -297,9 +297,9 @@ class AcceleratedOptimizer(OptimizerProxy):
         super().__init__(optimizer)
         self._strategy = strategy
         self.step_was_skipped = False
-        """Whether the last step was left out, because the gradient scaler found one that was not finite."""
+        """Whether the last step was left out because the gradient scaler found a gradient that was not finite."""
         self.steps_taken = 0
-        """Calls of `step` at a window's end, those that were skipped included."""
+        """Number of calls of `step` at the end of an accumulation window, including the steps that were skipped."""
         self._gradient = gradient
         self._window = window
         self._open = False  # whether the optimizer holds gradients of an unfinished window
@@ -425,7 +425,7 @@ class AcceleratedScheduler:
         self._gradient = gradient
         self._window = window
         self.repeats = 1
-        """Steps of the schedule for each optimizer step; more where it was written for the steps of all processes."""
+        """Number of scheduler steps per optimizer step; above 1 if the schedule counts the steps of all processes."""
         self._ends = 0  # number of calls of `step` after the last learning rate was reached
 
     def step(self, *args: Any, **kwargs: Any) -> None:

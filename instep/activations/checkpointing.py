@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 _SETTINGS = {"every": int, "save": str}
-"""Settings that a command line can give beside classes, and their types."""
+"""Settings that can be given on the command line besides the classes of modules, with their types."""
 
 
 class ActivationCheckpointing(Callback):

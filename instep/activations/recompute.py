@@ -23,7 +23,7 @@ from instep.errors import SettingError
 from instep.utils.checks import wrong
 
 ContextFunction: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
-"""What `torch.utils.checkpoint.checkpoint` takes as `context_fn`: the contexts of the forward and of the second one."""
+"""Function for torch's `checkpoint(context_fn=)` that returns contexts for the forward and for its recomputation."""
 
 _Power: TypeAlias = tuple[Any, dict[str, Any], str]
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution")

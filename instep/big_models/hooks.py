@@ -372,7 +372,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.device: torch.device | None = None if execution_device is None else as_device(execution_device)
         self.prefix = ""
-        """Name of the module in its model with a dot, for errors."""
+        """Name of the module in its model, followed by a dot, for error messages."""
         self._slots: list[_Slot] = []
         self._users = 0  # number of running forwards, since a module may call itself or run in several threads
 

@@ -61,7 +61,7 @@ class WeightsMap(Mapping[str, Tensor]):
             elif isinstance(source, LazyTensor) and source.mappable:
                 self._kept[name] = by_source.setdefault(source.parts, source.map())
         self.staged: dict[str, Tensor] = {}
-        """Weights that were read ahead, perhaps on another device, and are given instead of the stored ones."""
+        """Weights that were read ahead, perhaps to another device; they are returned in place of the stored ones."""
 
     def __getitem__(self, name: str) -> Tensor:
         found = self.staged.get(name)

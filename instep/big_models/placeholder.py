@@ -22,13 +22,13 @@ _METADATA = frozenset(
         *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
     }
 )
-"""Methods that answer for the placeholder itself; any other function gets the value."""
+"""Methods that are called on the placeholder itself; any other function gets the value of the weight."""
 _OF_DEVICE = frozenset({"device", "get_device", "is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla"})
-"""What a forward reads to make tensors beside the weight, which must be where the weight computes."""
+"""Attributes and methods that return a weight's device: in a forward, the device on which the weight computes."""
 _CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16"})
-"""Methods that return the tensor itself where it is of that dtype already."""
+"""Methods that return the tensor itself if it already has the dtype that is asked for."""
 _VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag"})
-"""Properties that are values; all others are metadata."""
+"""Properties that need the value of the weight; all other properties are metadata."""
 
 
 class Source(Protocol):
@@ -61,7 +61,7 @@ class Placeholder:
     """
 
     offloaded_class: type[Tensor]
-    """The class of the weight itself."""
+    """Class of the weight that the placeholder stands for."""
     offloaded_source: Source
 
     @classmethod

@@ -359,7 +359,7 @@ class _Weights:
         }
         self._of_layers = {f"{name}.weight" for name in chosen}
         self.left: dict[str, Any] = {}
-        """What stays in the checkpoint's files, after `others`."""
+        """Weights by name that stay in the checkpoint's files, since they are for the disk; `others` adds them."""
         self.where = "the model" if location is None else str(location)
         self.stored: Mapping[str, Any] = self._own if location is None else open_checkpoint(location).weights
         alike: dict[int, list[str]] = {}

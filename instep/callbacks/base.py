@@ -49,13 +49,13 @@ class Callback:
     """
 
     runs_first: bool = False
-    """True: its hooks run before those of all other callbacks, wherever it stands among them."""
+    """True: its hooks run before those of all other callbacks, at any place in the list of callbacks."""
 
     runs_last: bool = False
-    """True: `on_..._end` hooks run after the module's own, so that they see its metrics."""
+    """True: its `on_..._end` hooks run after the module's own, so that they see what the module logs there."""
 
     asks_to_validate: bool = False
-    """True: it asks for validations between those of the Trainer, and what reads a metric acts after each one."""
+    """True: it asks for further validations; callbacks that decide by a metric then act after each validation."""
 
     _module: TrainModule | None = None  # the module of the current run
     _origin = ""  # name of the package that added this callback; "" if the user passed it to the Trainer
@@ -239,7 +239,7 @@ class Callback:
 HOOKS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_")
 )
-"""The names of all hooks, in the order above."""
+"""Names of all hooks, in the order in which `Callback` defines them."""
 
 
 def logs_here(trainer: Trainer) -> bool:

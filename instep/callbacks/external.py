@@ -12,7 +12,7 @@ from instep.errors import SettingError
 from instep.utils.checks import read_flag
 
 EXTERNAL = "instep.callbacks_factory"
-"""Group of the entry points by which installed packages add callbacks to every Trainer."""
+"""Group of entry points with which installed packages add callbacks to every Trainer."""
 _EXTERNAL_OFF = "INSTEP_EXTERNAL_CALLBACKS"
 
 

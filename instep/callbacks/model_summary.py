@@ -75,17 +75,17 @@ class Summary:
     buffers_bytes: int
     has_lazy: bool
     has_absent: bool
-    """Whether some of the module's parts are on other ranks; they have no rows."""
+    """Whether some of the module's parts are on other ranks; those parts have no rows."""
     total_training_modes: Mapping[str, int] = field(default_factory=dict)
-    """Modules in "train" and in "eval" mode, without the whole."""
+    """Number of modules in "train" and in "eval" mode, without the root module."""
     total_flops: int = 0
-    """Floating-point operations of a forward pass of the `example_input_array`; 0 where there is none."""
+    """Floating-point operations of a forward pass of the `example_input_array`; 0 without one."""
     flops_per_sample: float | None = None
-    """The same for one sample of it; None where unknown."""
+    """Floating-point operations per sample of the `example_input_array`; None if unknown."""
     flop_counts: Mapping[str, Mapping[Any, int]] = field(default_factory=dict)
-    """Operations of each row's forward pass, by kind of operation."""
+    """Number of operations in the forward pass of each row's module, by kind of operation."""
     leftover: SummaryRow | None = None
-    """Parameters that no row has: those of the module itself, and of modules that are left out."""
+    """Row for parameters in no other row: those of the root module itself, and of modules that are left out."""
 
     @property
     def frozen_params(self) -> int:

@@ -23,7 +23,7 @@ from instep.utils.checks import choice
 from instep.utils.untrusted_files import STATE_BYTES, parse_json
 
 WEIGHT_SETS = ("live", "averaged")
-"""Kinds of weights that a checkpoint can have: those that are trained, and their average."""
+"""Kinds of weights that a checkpoint can have: the weights that are trained, and their average."""
 
 
 class Reader:

@@ -208,7 +208,7 @@ def compare(
 # ---- weights that are not saved in checkpoints
 
 LeftOut: TypeAlias = "dict[str, Sequence[str]]"
-"""By clean name: dtype and digest of the values."""
+"""Weights that a checkpoint leaves out: name without wrappers -> dtype and digest of the values."""
 
 
 class LeftOutWeights:
@@ -216,7 +216,7 @@ class LeftOutWeights:
 
     def __init__(self) -> None:
         self.held: set[str] = set()
-        """Names that a checkpoint of this run has; with "trainable" all later ones have them too."""
+        """Names of weights that a checkpoint of this run has; with "trainable", all later checkpoints have them too."""
         self._digests: dict[str, Sequence[str]] = {}
 
     def collect(self, module: Any, strategy: Strategy, state: Mapping[str, Any]) -> LeftOut:

@@ -76,7 +76,7 @@ class LRSchedulerOptions:
 
 
 LRSchedulerTypeTuple = (LRScheduler,)
-"""Classes for `add_lr_scheduler_args` of which any subclass may be chosen."""
+"""Argument for `add_lr_scheduler_args` that lets the user choose any subclass of these classes."""
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from instep.compat.door import Door
 __path__: list[str] = []  # marks this module as a package; `_door` makes the modules in it
 
 VERSION = "1.15.0"
-"""The version of Accelerate whose names these are."""
+"""Version of Accelerate whose names are provided."""
 
 MODULES = frozenset(
     (
@@ -33,7 +33,7 @@ MODULES = frozenset(
         "utils.transformer_engine", "utils.versions",
     )
 )  # fmt: skip
-"""Modules of Accelerate."""
+"""Names of Accelerate's modules, without the prefix "accelerate."."""
 
 
 def _has(module: str) -> bool:

@@ -128,7 +128,7 @@ class _DrawnOrder(RandomSampler):
         super().__init__(sampler.data_source, sampler.replacement, sampler._num_samples)
         self._common, self._seed = common, seed
         self.drawn: dict[str, Any] = {"place": None, "state": None}
-        """The epoch whose order was drawn last, and the state of the generator before."""
+        """Epoch and cycle whose order was drawn last, and the generator's state before this order was drawn."""
 
     def _instep_order_of(self, epoch: int, cycle: int) -> Sequence[int]:
         """Return the order of an epoch, which is drawn when it is first used."""

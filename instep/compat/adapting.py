@@ -13,7 +13,7 @@ from typing import Any
 from instep.utils import porting
 
 Warn = Callable[[str, str], None]
-"""Takes a key, by which it warns once, and the text."""
+"""Function that gets a key and a text, and warns with this text once per key."""
 
 
 class _Adapted(type):

@@ -24,7 +24,7 @@ from instep.launch.command import this_command
 __path__: list[str] = []  # marks this module as a package; `_door` makes the modules in it
 
 VERSION = "2.6.0"
-"""The version of Lightning whose names these are."""
+"""Version of Lightning whose names are provided."""
 
 MODULES = frozenset(
     (
@@ -34,7 +34,7 @@ MODULES = frozenset(
         "testing", "throughput", "torch_collective", "wrappers", "xla_fsdp",
     )
 )  # fmt: skip
-"""Last words of the names of Fabric's modules, beside those in `tables.LIGHTNING_MODULES`."""
+"""Words in the dotted names of Fabric's modules, besides the words in `tables.LIGHTNING_MODULES`."""
 
 
 def command() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from instep.strategies import FSDPStrategy
 from instep.utils.warn import warn_user
 
 KINDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Kinds of sharding in torch's FSDP1, in the order of their numbers, which begin at 1."""
+"""Kinds of sharding in torch's FSDP1, in the order of their numbers; the first number is 1."""
 _OTHER_NAMES = {"NONE": "FULL_SHARD", "TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}
 _OTHER_NAMES |= {str(number): kind for number, kind in enumerate(KINDS, 1)}
 _SO_ANYWAY = {"limit_all_gathers", "process_group_backend", "sync_module_states", "timeout", "use_orig_params"}

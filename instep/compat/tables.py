@@ -19,7 +19,7 @@ LIGHTNING_MODULES = frozenset(
         "wandb", "warnings", "weight_averaging", "xla",
     )
 )  # fmt: skip
-"""Last words of the names of Lightning's modules, for `instep.compat.lightning`."""
+"""Last words of the dotted names of Lightning's modules that `instep.compat.lightning` provides."""
 MODULES = {
     "lightning": "instep",
     "lightning.callbacks": "instep.callbacks",
@@ -29,7 +29,7 @@ MODULES = {
     "accelerate": "instep",
 }
 GONE = {"cli_lightning_logo": "it printed a logo"}
-"""Functions whose calls are left out, and what they did."""
+"""Functions of Lightning that do nothing in instep, so that their calls are left out, and what they did."""
 _PACKAGES = (
     "bitsandbytes", "boto3", "clearml", "comet_ml", "datasets", "deepspeed", "hydra", "matplotlib", "mlflow", "numpy",
     "omegaconf", "onnx", "pandas", "peft", "psutil", "requests", "rich", "schedulefree", "sklearn", "tensorboard",
@@ -52,9 +52,9 @@ DEFINED = {
         for name in ("mlu", "musa", "npu", "sdaa")
     },
 }
-"""Small values and functions that a script can make itself: what to import for them, and how."""
+"""Small values and functions that a script can define itself: name -> the import that is needed, and the expression."""
 CALLS = {"accelerate.state.is_initialized": "instep.AcceleratorState().initialized"}
-"""Calls by their whole names, and what takes their place."""
+"""Functions by their full names, and the expression that takes the place of a call."""
 OF_OTHERS = {
     "PyTorchLightningPruningCallback": "use instep.callbacks.OptunaPruning(trial, monitor)",
     **dict.fromkeys(
@@ -62,14 +62,14 @@ OF_OTHERS = {
         "use instep.callbacks.RayReport(metrics)",
     ),
 }
-"""What to do about what other packages (optuna-integration, Ray) offer for Lightning, by the name that is imported."""
+"""Advice about classes that other packages (optuna-integration, Ray) offer for Lightning, by the imported name."""
 NOT_A_BASE = {
     "Logger": "its hooks are other ones: `_log_metrics`, `_log_hyperparams`, `_start`, `_finalize`",
     "Strategy": "its methods are other ones: see instep/strategies/base.py",
 }
-"""Classes that keep their place when used, but not when subclassed: by instep's name."""
+"""Classes, by instep's name, whose subclasses must be changed by hand, and why; other uses are migrated."""
 INTO_DATALOADER_CONFIG = ("dispatch_batches", "even_batches")
-"""Arguments of Accelerator that are in its `dataloader_config`."""
+"""Arguments of Accelerate's `Accelerator` that are fields of `dataloader_config` in instep."""
 POSITIONAL = {
     "TensorBoardLogger": 7,
     "Trainer": 0,
@@ -84,7 +84,7 @@ POSITIONAL = {
     "reduce": 2,
     "send_to_device": 3,
 }
-"""How many arguments without a name mean the same, where not all of them do."""
+"""Number of first positional arguments that mean the same in instep, for classes and functions where not all do."""
 PARTS = {
     "Trainer": {
         "checkpoint_callback": "instep.callbacks.ModelCheckpoint",
@@ -100,27 +100,27 @@ PARTS = {
     "DataModule": {"trainer": "instep.Trainer"},
     "TrainerCLI": {"trainer": "instep.Trainer", "parser": "instep.cli.TrainerArgumentParser"},
 }
-"""What attributes hold, by instep's classes."""
+"""Instep's class -> its attributes, each with the class of its value."""
 PARAMETERS = {"trainer": "instep.Trainer", "pl_module": "instep.TrainModule"}
-"""What parameters of these names hold, in scripts of Lightning."""
+"""Class of the value that a parameter of this name gets in a script of Lightning."""
 ALIASES = {
     "lightning_module": "write `model`; it is an alias with a warning",
     "deepspeed_plugin": "it is None here: an Accelerator has no DeepSpeed; a Trainer's strategy has its options",
 }
-"""Attributes that are there for Lightning's users only, and what to write in their place."""
+"""Attributes that exist only for code written for Lightning or Accelerate, and what to write in their place."""
 ATTRIBUTES_RENAMED = {"add_lightning_class_args": "add_instep_class_args"}
-"""Attributes and methods that have another name, with names that nobody else has."""
+"""Attributes and methods that have another name in instep; no other package uses the old names."""
 ANYWHERE = {
     "fsdp_plugin": "the options are FSDPStrategy's: Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
 }
-"""Attributes with names that nobody else has, so what holds them need not be known."""
+"""Advice about attributes that no other package has, so that the class of the object need not be known."""
 NOT_SET = {
     **dict.fromkeys(("lr_scheduler_configs", "optimizers"), "return them from the module's `configure_optimizers`"),
     "callbacks": "give them to the Trainer, or return them from the module's `configure_callbacks`",
     **dict.fromkeys(("logger", "loggers"), "give it to the Trainer"),
     "model": "give it to `fit`",
 }
-"""What to do instead of setting an attribute that can only be read."""
+"""What to do instead of setting an attribute that is read-only in instep."""
 ENVIRONMENT = {
     "PL_TRAINER_": "arguments of the Trainer are not read from the environment, but for what `instep env` lists",
     "ACCELERATE_": "it is not read; `instep env` lists what is",

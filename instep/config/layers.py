@@ -21,7 +21,7 @@ from instep.utils.env import variable_of
 _ALSO = {"node_rank": "NODE_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
 
 Layer = Mapping[str, tuple[Any, str]]
-"""What one source says: setting -> value and where exactly it stands."""
+"""Settings from one source: name -> its value, and the exact place where the source sets it."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from instep.utils.plain_yaml import load
 from instep.utils.porting import DISTRIBUTED_TYPES, FILES_REFUSED, INSTEAD, LAUNCH_SWITCHES, RENAMED
 
 OTHER_NAMES = RENAMED["launch"]
-"""What other launchers call the settings."""
+"""Names that other launchers use for settings, each with instep's name."""
 
 _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "xpu", "hpu", "npu", "mps", "xla")
 _PRECISIONS = (

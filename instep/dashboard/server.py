@@ -21,7 +21,7 @@ from instep.utils.imports import check_installed
 from instep.utils.untrusted_files import clean
 
 Pages = Mapping[str, Callable[[Any], None]]
-"""Further pages by name, such as "Sweep" for "/sweep": each is defined by a function of the `Source`."""
+"""Additional pages: name, such as "Sweep" for "/sweep" -> function that gets the `Source` and defines the page."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from instep.utils.imports import require
 
 Result = TypeVar("Result")
 FRESH_S = 1.5
-"""How old the list of runs may be: pages that are open at the same time read the folders once."""
+"""Maximum age of the list of runs, in seconds; pages that are open at the same time thus read the folders once."""
 POINTS = 600
-"""Of a curve: as many as a plot has pixels."""
+"""Maximum number of points in a curve: as many as a plot has pixels in its width."""
 _CURVES = 2000  # maximum number of curves in memory, of the runs that were shown last; at most 0.2 GB
 
 

@@ -14,11 +14,11 @@ LIMIT = Check(
     "a number of batches (int, 0 or more) or a fraction (float, 0.0 to 1.0)",
     lambda value: value if isinstance(value, float) else int(value),
 )
-"""The check for a part of a loader: an int counts batches, a float is a fraction, so 1 is one batch and 1.0 is all."""
+"""Check of a limit on a loader's batches: an int is a number (1: one batch), a float is a fraction (1.0: all)."""
 
 
 STREAMS = ("auto", "divide", "dispatch", "as_is")
-"""How data without a length is divided over ranks and workers."""
+"""Values of the argument `streams`: how data without a length is divided over ranks and workers."""
 
 _RESTORE = Check(lambda value: isinstance(value, bool) or value == "auto", '"auto", True or False')
 

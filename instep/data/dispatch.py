@@ -105,7 +105,7 @@ class DispatchLoader(PreparedLoader):
         self._set_epochs = []  # only the reader calls `set_epoch`
         self._whole = whole
         self._group = self.world_size if whole else 1
-        """Number of the reader's batches in a step."""
+        """Number of batches that the reading rank takes from its loader for one step of all ranks."""
         self._even = even
         self._pin = pin and torch.accelerator.is_available()
         # for each process, the number of the part of the data that it reads; several processes may read the same part

@@ -51,7 +51,7 @@ class RandomStream:
     def __init__(self, *parts: int | str) -> None:
         self.parts = parts
         self.drew = False
-        """Whether the last watched block drew from any generator."""
+        """Whether the code in the last watched `with` block drew random numbers from any generator."""
         self._seed = 0
         self._watch = False
         self._outside: tuple[Any, torch.Tensor, Any] | None = None

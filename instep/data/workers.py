@@ -52,7 +52,8 @@ _WHY_DEAD = {
 }
 
 _running: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Iterators whose workers may still run, with the process that started them: a fork has them too, and must not act."""
+"""Iterators whose workers may still run, and the id of the process that started them. Only this process may end the
+workers; a forked process has a copy of the entries."""
 _hooked = 0  # id of the process in which the exit handler is registered
 
 

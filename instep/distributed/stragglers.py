@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 PERIOD_S = 0.5
 SAMPLES = 60
-"""Of a report: a share is then known to about 0.06."""
+"""Number of samples in one measurement; the fraction of time for each activity is then known to about 0.06."""
 APART = 0.25
-"""What a straggler works longer than the median rank, as a part of the step's time."""
+"""A straggler is a rank that works longer than the median rank, by more than this fraction of a step's time."""
 
 _KEPT = 256  # largest number of ranks in the file, so that programs that read only small files can read all of it
 _WAITS = (

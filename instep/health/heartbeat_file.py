@@ -18,9 +18,9 @@ from pathlib import Path
 
 HEARTBEAT_FILE = "INSTEP_HEARTBEAT_FILE"
 PACES_FILE = "paces.json"
-"""Of a run folder: how long each rank works in a step, as it was last measured."""
+"""File in the run folder with the time that each rank works in a step, as it was measured last."""
 SLOW = 10
-"""What is no step of a loop may take so many times the limit: starting, loading, saving, compiling, an epoch's end."""
+"""Factor on the time limit of a step for all other work: starting, loading, saving, compiling, ending an epoch."""
 
 PHASES = ("outside", "start", "load", "train", "validate", "test", "predict", "save", "epoch", "end")
 LOOPS = ("train", "validate", "test", "predict")

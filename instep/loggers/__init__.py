@@ -39,10 +39,10 @@ NAMES: dict[str, str | type[Logger]] = {
     "trackio": "TrackioLogger",
     "wandb": "WandbLogger",
 }
-"""Names that `Trainer(logger=...)` and `Accelerator(log_with=...)` take, beside those of other packages."""
+"""Names that `Trainer(logger=...)` and `Accelerator(log_with=...)` accept, besides those that entry points offer."""
 
 GROUP = "instep.loggers"
-"""Entry points by which an installed package offers loggers."""
+"""Group of entry points with which installed packages offer loggers."""
 
 
 def __getattr__(name: str) -> Any:

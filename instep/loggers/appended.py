@@ -35,7 +35,7 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_shared = False
-        """Whether somebody else changed the file since it was opened."""
+        """Whether another writer has changed the file since it was opened."""
         self._lock = threading.Lock()
         self._stopped = False
         self._fd = -1
@@ -136,7 +136,7 @@ class OutputFile:
 
     appended: AppendedFile | None = None
     later_rows: Sequence[RowKey] = ()
-    """Rows that a resumed run keeps of what came after its checkpoint."""
+    """Keys of the rows that came after the checkpoint and that the resumed run keeps."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "appended": None}  # an open file cannot be copied

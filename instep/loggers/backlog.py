@@ -43,7 +43,7 @@ class Record(NamedTuple):
     step: int | None
     time_s: float
     row: int | None = None
-    """Index of its row in the logger's file, where the record makes one and the logger counts them."""
+    """Index of the record's row in the logger's file; None if the record makes no row or the logger counts no rows."""
 
     @property
     def rows(self) -> int:
@@ -143,21 +143,21 @@ class Backlog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_many = threading.Event()
-        """Set where so many records wait that they should be sent now."""
+        """Event that is set when so many records wait that they should be sent now."""
         self.find_seal: Callable[[], Seal | None] = lambda: None
         self.announce: Callable[[], None] = lambda: None
-        """Called before the file is made."""
+        """Function that is called before the backlog's file is created."""
         self.note: Path | None = None
-        """File that is deleted with this one."""
+        """File that is deleted together with the backlog's file."""
         self.refuses: Callable[[Record], bool] = lambda record: False
-        """Asked of what an earlier process left, where this user did not mark it."""
+        """Whether to refuse a record: called for records of an earlier process that this user did not mark."""
         self.refused = 0
-        """Records that were moved into the file of those that the logger does not take."""
+        """Number of records that were moved into the file of refused records."""
         self.place: int | None = None
-        """Rows that the logger's file has before the first record that waits; None where it does not count them."""
+        """Number of rows in the logger's file before the first waiting record; None if the logger counts no rows."""
         self._next_row: int | None = None  # index of the row that the next record in memory will become
         self.lost = 0
-        """Records that neither the memory nor the disk could take."""
+        """Number of records that were lost because neither the memory nor the disk had room for them."""
         self._memory: deque[Record] = deque()
         self._bytes = 0
         self._gone = 0  # number of records dropped for lack of memory since the last `peek`

@@ -137,21 +137,21 @@ class Logger:
     _start_timeout_s: float = 60.0  # seconds that the start of a run waits for the tracker to open
 
     project_argument: str = "name"
-    """The constructor's argument that takes the project of `accelerator.init_trackers(project)`."""
+    """Name of the constructor's argument that gets the project of `accelerator.init_trackers(project)`."""
     _NEEDS: tuple[str, str | None] | None = None
-    """Package and extra that the subclass needs."""
+    """Package that the subclass needs, and instep's extra that installs it."""
     _LOCAL: bool = True
-    """Whether the subclass, on a resume, takes back what it wrote after the checkpoint. False: what was given to the
-    tracker stays there, and a resumed run does not send it a second time."""
+    """Whether a resumed run removes what the subclass wrote after the checkpoint. False: what was sent to the tracker
+    stays there, and the resumed run does not send it a second time."""
     _OWN_FOLDERS: bool = False
-    """Whether the tracker's package names the places of its runs: such a logger never decides the run folder."""
+    """Whether the tracker's package chooses where its runs are stored; such a logger never decides the run folder."""
     _PATHS: Mapping[str, str | None] = {}
-    """Which of `_SYNC` name a file, folder or URL, each with the environment variable that stands for it: "" for none,
-    None where a note that another user wrote does not decide it."""
+    """Names in `_SYNC` whose values are a file, folder or URL, each with the environment variable that replaces the
+    value in another user's note. "": there is no variable. None: the value in another user's note is never used."""
     _HOSTS: Mapping[str, str | None] = {}
-    """Which of `_SYNC` name a host in another way than by a URL, as in `_PATHS`."""
+    """Names in `_SYNC` whose values name a host but are no URLs, each with an environment variable as in `_PATHS`."""
     _SYNC: tuple[str, ...] = ()
-    """Attributes, less the underscore in front, that `instep runs sync` gives to the constructor: no secrets."""
+    """Constructor arguments that `instep runs sync` uses again, each kept in an attribute `_<name>`; no secrets."""
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ class Delivery:
         self._name = writer.kind.__name__
         self._given_version = version
         self.version = version
-        """The run's version or id: the user's, the resumed run's, or the one that was chosen."""
+        """Version or id of the run: given by the user, taken from the resumed run, or chosen."""
         self.run_dir: Path | None = None
         """The run folder; None before the start."""
         self.log_dir: Path | None = None
@@ -114,17 +114,17 @@ class Delivery:
         self.status = "interrupted"
         """How the run ended: "success", "interrupted" or "failed"."""
         self.resumed = False
-        """Whether the run goes on from a checkpoint; until the logger has begun."""
+        """Whether the run goes on from a checkpoint; False again once the logger has started."""
         self.sends_rest = False
-        """Whether only what waits of a run that is over is sent, by `instep runs sync`."""
+        """Whether `instep runs sync` sends only the waiting records of a finished run."""
         self.is_strangers = False
-        """Whether the note of that run was not written by this user."""
+        """Whether another user may have written the note (`<logger>.json`) of the finished run."""
         self.logged: dict[str, int] = {}
-        """The last step of each name; of a resumed run that of its checkpoint."""
+        """The last logged step of each name; at the start of a resumed run, the steps in its checkpoint."""
         self.last_step = -1
         """The highest step that was logged."""
         self.step, self.time_s = 0, 0.0
-        """Global step of the record that is being written, and when it was made, in seconds since 1970."""
+        """Global step of the record that is being written, and the time at which it was made, in seconds since 1970."""
         self._step_of_run: Callable[[], int] | None = None
         self._claim: Callable[[], Path] | None = None  # function that makes the folder of the Trainer's next run
         self._decides = False  # whether this logger's `save_dir` contains the Trainer's run folder
@@ -136,11 +136,11 @@ class Delivery:
         self._waiting: list[Record] = []  # records that were logged before the start
         self._early: Path | None = None  # folder of the logger, if it was opened before a run
         self.opened_folder: Path | None = None
-        """The new run folder that was opened before a run, which then takes it."""
+        """New run folder that the logger opened before a run began; the run then uses this folder."""
         self._rest_dir: Path | None = None  # folder of a finished run whose records are sent now
         self._home = Path()  # working directory, to which relative paths refer
         self.sender: Sender | None = None
-        """The thread, while the logger is open."""
+        """The thread that sends records while the logger is open; None while the logger is closed."""
         self._note = Path()  # path of the note: a JSON file beside the backlog
         self._backlog: Backlog | None = None
         self._marks = Marks(exact=writer.is_local)
@@ -591,7 +591,7 @@ class Marks:
 
     def __init__(self, at_checkpoint: Mapping[str, int] | None = None, exact: bool = False) -> None:
         self.sent: dict[str, int] = {}
-        """The last step by name that was sent."""
+        """The last step that was sent, by the name of the metric."""
         self._exact = exact
         self._at_checkpoint = at_checkpoint
         self._has: Mapping[str, int] = {}

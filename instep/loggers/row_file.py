@@ -18,7 +18,7 @@ class RowFile(OutputFile, ABC):
 
     NAME: ClassVar[str]
     COUNTED: ClassVar[str]
-    """Name of the number of rows in the logger's state."""
+    """Key of the number of rows in the logger's state dict."""
 
     def __init__(self) -> None:
         self.rows = 0

@@ -34,8 +34,8 @@ _MOST_TEXT = 200
 _TRIES = 3  # attempts to send a record before the next one is tried in its place
 
 _HELD_UP: dict[Path, threading.Thread] = {}
-"""Threads that a call of a tracker blocks after the logger was closed, by backlog. The next thread of the same backlog
-waits for them: both would send the record that the call is about."""
+"""Threads, by backlog, that a call of a tracker still blocks after the logger was closed. The next thread of the same
+backlog waits for such a thread, because both would send the record of the blocked call."""
 
 
 def in_short(error: Exception | None) -> str:
@@ -59,7 +59,7 @@ class Sender:
     def __init__(self, books: Delivery, name: str, backlog: Backlog) -> None:
         self.backlog = backlog
         self.error: Exception | None = None
-        """Why nothing could be sent last; None while it works."""
+        """Error of the last attempt to send; None while sending works."""
         self.is_begun = False
         self._is_started = False  # whether the tracker is open, so that it must be closed at the end
         self._left_over = 0  # number of records at the front that an earlier process left

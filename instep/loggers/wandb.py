@@ -44,7 +44,7 @@ _NO_NETWORK = (
 )
 
 _OPEN: set[str] = set()
-"""Ids of the runs that loggers of this process opened: `wandb.run` is the script's own if it is not among them."""
+"""Ids of runs that loggers of this process opened. If `wandb.run` is not among them, the script itself opened it."""
 
 
 class WandbLogger(Logger):

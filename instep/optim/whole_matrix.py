@@ -34,7 +34,7 @@ BUCKET_BYTES = 64 * 2**20  # bytes of whole weights in a bucket; a larger matrix
 _AHEAD = 2  # number of buckets that are sent to their owners at the same time
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape of a part, and where it begins in each dimension."""
+"""Shape of a part of a tensor, and the index at which it begins in each dimension."""
 
 
 @dataclass

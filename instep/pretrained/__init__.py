@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = loads(__name__)
 
 ABOUT = "_instep"
-"""The key of `config.json` under which we keep what is no argument of the constructor."""
+"""Key in `config.json` of the entries that are no arguments of the constructor."""
 
 _FILES = (CONFIG, "model.safetensors", "model-*-of-*.safetensors", SAFE_INDEX)
 

@@ -56,7 +56,7 @@ class Profiler(ABC):
     """
 
     off: bool = False
-    """True: nothing is measured, and the loop runs as without a profiler."""
+    """True: the profiler measures nothing, and the loop runs as without a profiler."""
     _kind = "profile"
 
     def __init__(self, dirpath: PathLike | None = None, filename: str | None = None) -> None:

@@ -20,7 +20,7 @@ from instep.runs.folder import Run
 from instep.utils.untrusted_files import clean
 
 MARK = "\u200e"
-"""Sign without a width after which a line goes on from left to right."""
+"""Unicode's left-to-right mark: an invisible character after which a line goes on from left to right."""
 _GAP, _LEAST = 2, 10  # number of blanks between columns, and the smallest width to which a text is cut
 _LONG = 100  # maximum number of characters of a text if nothing else limits the width
 _ALWAYS = 2  # highest rank of columns that are never left out (state, best value), even if the name must be cut

@@ -11,7 +11,7 @@ from typing import Any
 from instep.errors import UsageError
 
 Condition = Callable[[Callable[[str], Any]], bool]
-"""A condition is asked with a function that gives a run's value of a name: a number, a text, a tuple, or None."""
+"""Condition on a run. It gets a function that returns the run's value of a name: a number, a text, a tuple, or None."""
 
 _TOKEN = re.compile(r"\s*(?:([()])|(<=|>=|!=|==?|<|>|~)|\"([^\"]*)\"|'([^']*)'|([^\s()<>=!~\"']+))")
 _MOST_DEPTH, _MOST_CHARACTERS = 50, 2000

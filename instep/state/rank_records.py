@@ -42,7 +42,7 @@ _POLL_S = 0.02
 _AT_ONCE = 256  # number of records per request to the store
 
 ENDED_FILE = "INSTEP_ENDED_FILE"
-"""Where the agent writes which ranks have ended: a JSON object of exit codes by rank."""
+"""Environment variable: path of the file in which the agent records ended ranks, as JSON (exit code by rank)."""
 
 
 class RankRecords:

@@ -79,48 +79,48 @@ class Strategy:
 
     name = "single_device"
     multi_process = False
-    """Whether it can run with more than one process."""
+    """Whether the strategy can run with more than one process."""
     sharded = False
-    """Whether each rank writes its own part of weights and optimizer states; else the first one writes all of them."""
+    """Whether each rank saves its part of weights and optimizer states; if False, the first rank saves all of them."""
     inference_mode = True
-    """Whether its modules can be evaluated in `torch.inference_mode`; else it is `no_grad`."""
+    """Whether modules can be evaluated in `torch.inference_mode`; if False, `torch.no_grad` is used."""
     runs_on_xla = False
-    """Whether it ends the graphs that XLA devices record; others are refused there."""
+    """Whether the strategy ends the graphs that XLA devices record; a strategy that does not is refused on XLA."""
     steps_can_be_undone = True
     """Whether a step leaves nothing behind once weights, buffers, gradients and the optimizers' states are put back."""
     replicas_diverge = False
-    """Whether replicas are trained apart, and differ until `average_replicas`."""
+    """Whether each replica is trained by itself, so that the weights of replicas differ until `average_replicas`."""
     wraps_with_optimizer = False
-    """Whether `wrap` needs the optimizer, and `gradients` hold what that one model's optimizer steps."""
+    """Whether `wrap` needs the optimizer: the strategy and its `gradients` then serve one model and its optimizer."""
     takes_new_groups = True
     """Whether parameter groups may be added to the optimizers while the module is trained."""
     whole_parameters = True
-    """Whether each rank has the module's parameters whole, so that layers may be exchanged or reparametrized."""
+    """Whether each rank has the complete parameters, so that layers may be exchanged or reparametrized."""
     runs_copies = False
-    """Whether its threads run copies of the module, which know nothing of what was done to a part's forward."""
+    """Whether threads run copies of the module, in which a submodule's replaced `forward` does not work."""
     gradients_class: type[Gradients] = Gradients
     """Class of `gradients`, which scales and clips gradients and steps optimizers."""
 
     module: nn.Module
     _exchanged: Mapping[Tensor, Any] = MappingProxyType({})
-    """What `prepare_module` made of parameters on the meta device that nobody has values for."""
+    """Parameter on the meta device -> the parameter with values by which `prepare_module` has replaced it."""
     precision: Precision
     device: torch.device
     gradients: Gradients
 
     data_rank: int
-    """Which part of the data this rank reads; `connect` sets it, and the two below."""
+    """Index of the part of the data that this rank reads. `connect` sets it, `data_world_size` and `contributes`."""
     data_world_size: int
-    """The number of parts that the data is cut into."""
+    """Number of parts into which the data is divided."""
     contributes: bool = True
-    """Whether this rank's values are part of sums over ranks: one rank's of those that read the same data."""
+    """Whether this rank's values enter sums over ranks. Of ranks that read the same data, only one contributes."""
 
     loss_weight: Callable[[], float] = staticmethod(lambda: 1.0)
-    """Weight of the current batch's loss in its window, for a strategy that runs the backward within the step."""
+    """Returns the weight of a batch's loss in its accumulation window, for strategies whose step runs the backward."""
     before_prepare: tuple[Callable[[nn.Module], object], ...] = ()
-    """What the Trainer calls with the module before `prepare_module` gets it, when `configure_model` has run.
+    """Functions that the Trainer calls with the module, after `configure_model` and before `prepare_module`.
 
-    A callback adds a function in `setup`, and takes it out in `teardown`.
+    A callback adds a function in `setup`, and removes it in `teardown`.
     """
 
     @property

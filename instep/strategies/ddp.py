@@ -64,7 +64,7 @@ class BucketOrder:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.names: list[str] = []
-        """The parameters in that order; empty before it is known, and where it does not matter."""
+        """Names of the parameters in the order of their gradients; empty if this order is not known or not recorded."""
         self._ddp: DistributedDataParallel | None = ddp
         self._parameters = _parameters(ddp)  # by name; stored now, since pruning may change the names later
         self._handles: list[Any] = []
@@ -220,7 +220,7 @@ class DDPStrategy(Strategy):
         self._shards: list[OptimizerShards | None] = []
         self._optimizers: Sequence[Optimizer] = ()
         self._trainable: set[nn.Parameter] = set()
-        """The parameters that required gradients when they were spread."""
+        """Parameters that required gradients when DDP was last set up."""
         self._manual = False
         self._syncs = True
 

@@ -52,7 +52,7 @@ from instep.utils.optimizer_state import load_optimizer_state, names_of, optimiz
 from instep.utils.porting import instead_of
 
 _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""What was cut up stays so: each module, and the names of its weights that nothing has given values to."""
+"""Modules that are sharded already, and stay so for later runs; each with the names of its weights without values."""
 
 
 class FSDPGradients(Gradients):
@@ -140,7 +140,7 @@ class FSDPStrategy(Strategy):
     inference_mode = False
 
     mesh: DeviceMesh
-    """Of all processes; its dimensions are named `dp_replicate` and `dp_shard`."""
+    """Mesh of all processes; its dimensions are named `dp_replicate` and `dp_shard`."""
 
     def __init__(
         self,
@@ -195,11 +195,11 @@ class FSDPStrategy(Strategy):
         self._world: Any = None
         self._sharded: list[FSDPModule] = []
         self._freed: list[FSDPModule] = []
-        """Those that are let go after their forward, and need not be before a window's last one."""
+        """Modules that are resharded after their forward; in an accumulation window, only in the last micro-batch."""
         self._parameters: list[nn.Parameter] = []
         self._without_values: set[str] = set()
         self._became: dict[int, tuple[ref[nn.Parameter], nn.Parameter]] = {}
-        """What each parameter was exchanged for, by the id of it; whoever still holds one may ask."""
+        """Id of an old parameter -> that parameter and its replacement, for optimizers that still hold the old one."""
 
     def _refuse(self, option: str, *_: str) -> NoReturn:
         instead = instead_of("FSDPStrategy", option)

@@ -86,9 +86,9 @@ class PostLocalSGD:
     def __init__(self, plan: LocalSGDPlan, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.plan = plan
         self.steps = 0
-        """Optimizer steps so far."""
+        """Number of optimizer steps so far."""
         self.drifted = False
-        """Whether replicas have stepped by themselves since the last mean."""
+        """Whether replicas have stepped independently since they were averaged last."""
         self._module, self._optimizers = module, list(optimizers)
         self._node = _node_group() if plan.within_node else None
         self._ddp: DistributedDataParallel | None = None

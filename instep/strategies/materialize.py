@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Stored: TypeAlias = "StoredTensor | Tensor"
 
 DISPATCHED = "_dispatched"
-"""Attribute of a model that `instep.big_models.dispatch_model` has placed."""
+"""Name of the attribute that marks a model placed by `instep.big_models.dispatch_model`."""
 _PLACES = "_stored_weights"
 # dtypes without nan: their lowest value marks a missing value, since it is never a valid index.
 _INDICES = (torch.int32, torch.int64)
@@ -142,12 +142,12 @@ class Materializer:
     def __init__(self, device: torch.device, kept: Collection[Tensor] = ()) -> None:
         self.device, self._kept = device, set(kept)
         self.without_values: set[str] = set()
-        """Names of weights and buffers that nothing gave values to: they are nan until they are loaded."""
+        """Names of weights and buffers that could not be initialized: they are nan until values are loaded."""
         self._made: dict[Tensor, Tensor] = {}
         self._adapter_values: dict[str, Any] = {}
-        """How peft's adapters begin, by name."""
+        """Name of an adapter of peft -> its setting `init_lora_weights`, which says how its values are initialized."""
         self._models: list[tuple[str, Any]] = []
-        """Models of transformers, which know how their modules begin."""
+        """Names and models of the package transformers; such a model can initialize its own submodules."""
 
     def make_all(self, module: nn.Module, name: str = "") -> dict[Tensor, Tensor]:
         """Materialize a module and all its submodules; return a dict from each replaced tensor to the new one."""

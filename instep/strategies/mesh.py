@@ -124,7 +124,7 @@ class MeshStrategy(PipelinedStrategy):
 
     def check_world_size(self, world_size: int) -> None:
         self.sizes = self._sizes(world_size)
-        """Processes along each dimension."""
+        """Number of processes along each dimension of the mesh."""
         self.dp_replicate = self.sizes["dp_replicate"]
         if self.sizes["pp"] > 1:
             self.pipeline.microbatches_for(self.sizes["pp"])

@@ -177,7 +177,7 @@ class Precision:
         self.dtype = _WEIGHTS[name]
         """The dtype of weights and floating inputs, or None to leave them as the user made them."""
         self.compute_dtype = _compute_dtype(name)
-        """The dtype of matrix products, or None for that of the weights."""
+        """The dtype of matrix products, or None for the dtype of the weights."""
         for what, options, precisions in (
             ("gradient scaler", scaler_options, ("16-mixed",)),
             ("autocast", autocast_options, tuple(_AUTOCAST)),

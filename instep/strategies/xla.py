@@ -30,7 +30,7 @@ class XLAGradients(Gradients):
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self.reduced: set[int] = set()
-        """Ids of the optimizers whose gradients are those of all processes."""
+        """Ids of the optimizers whose gradients are already reduced over all processes."""
         self._stateful: set[int] = set()  # ids of optimizers whose state is sharded already
 
     def unscale(self, optimizer: Optimizer) -> None:

@@ -82,7 +82,7 @@ PATTERNS = {
     "workers": Pattern(False, True),
     "nothing": Pattern(False, False),
 }
-"""What is divided, as states and messages name it."""
+"""Patterns, by the name in states and messages of the readers among whom the stream is divided."""
 _ORDER = tuple(PATTERNS.values())
 
 

@@ -29,7 +29,7 @@ _STAGES = {
     "test": ("test_step", "test_dataloader"),
     "predict": ("predict_dataloader",),
 }
-"""What a module has for each stage after fit; without one of them, it cannot run the stage."""
+"""Methods that a module must define for each stage after fit; a stage without them is not run."""
 
 
 def check_callback(make: Callable[[], Callback], *, module: Callable[[], TrainModule] = Net) -> None:

@@ -23,7 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "a last batch smaller than the ranks": ({}, 37, 12),
     "windows of micro-batches, clipped": ({"gradient_clip_val": 0.05}, 43, 3),
 }
-"""Settings, samples, and the loader's batch size; the global batch is 12."""
+"""Case -> settings of the Trainer, number of samples, and batch size of the loader; the global batch size is 12."""
 
 
 class Regression(TrainModule):

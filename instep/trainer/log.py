@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 
 MOST_HELD = 500
-"""Batches after which held values are brought to the host, where `log_every_n_steps` does not ask for them earlier."""
+"""Number of batches after which logged values go to the host, if `log_every_n_steps` is not reached before."""
 
 _BATCH_HOOKS_OF_TRAINING = {
     "training_step",
@@ -376,11 +376,11 @@ class MetricLog:
         self.buffer: list[Entry] = []
         self.batch: Any = None
         self.weight: float | None = None
-        """Samples of this batch on this rank: 0 for a replayed one, None when the batch must be asked."""
+        """Samples in this batch on this rank: 0 for a replayed batch, None if it must be read from the batch."""
         self.copies = False
-        """Whether the next step writes into the memory of what this one logged, as a CUDA graph does."""
+        """Whether logged values must be copied, since the next step overwrites their memory, as a CUDA graph does."""
         self.not_here: set[int] = set()
-        """Metric objects, by `id`, that count for another stage, and cannot count for this one beside it."""
+        """Ids of the metric objects that count for another stage, and cannot keep separate counts for this stage."""
         self._world_size = world_size
         self._num_loaders = num_loaders
         self._counts = counts
@@ -394,8 +394,8 @@ class MetricLog:
         self._outstanding: _Outstanding | None = None
         self._averages: bool | None = None  # whether any rank averages step values over ranks; None until it is agreed
         self.step_values: dict[str, Any] = {}
-        """The last step values by name (numbers or device tensors), for whoever shows them; without those whose name a
-        later epoch value has taken."""
+        """The last step value of each name (a number or device tensor), for displays; a name is removed when an epoch
+        value replaces its step value."""
 
     # ---- the hook that is running
 

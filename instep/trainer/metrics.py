@@ -35,12 +35,12 @@ class Metrics:
         self.logged: dict[str, float] = {}
         self.bar: dict[str, float] = {}
         self.nan_since: dict[str, int] = {}
-        """Names whose last known value is nan, and the step at which that was seen first."""
+        """Names whose last known value is nan, and the step at which nan was seen first."""
         self._eval_steps: dict[str, int] = {}
         self._of_validation: dict[str, bool] = {}
-        """Names that validation has logged, and whether an epoch value of training has taken its value's place."""
+        """Names that validation has logged -> whether an epoch value of training has replaced validation's value."""
         self.warned: set[str] = set()
-        """Readers and hooks that a warning of this run has named: each is warned of once."""
+        """Callbacks, schedulers and hooks that this run has warned about, by description; each is warned about once."""
 
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
         """Send step values to the loggers, with the epoch beside them."""

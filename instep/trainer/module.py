@@ -80,7 +80,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     or a dict of them by name."""
 
     __jit_unused_properties__: Sequence[str] = ()
-    """Names of the properties that `torch.jit.script` leaves out; they are set below the class."""
+    """Names of the properties that `torch.jit.script` leaves out; the list is set below the class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,8 +130,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     # ---- tensor, context and pipeline parallelism
 
     sequence_dim: int | Mapping[Any, int] | None = None
-    """The dimension that is the sequence, of every tensor of a batch that has so many; or the dimension by the batch's
-    key or index. Context parallelism cuts batches along it."""
+    """Sequence dimension of a batch's tensors, along which context parallelism splits them: one number for all tensors
+    that have this dimension, or a number for each key or index of the batch."""
 
     def parallelize(self, mesh: DeviceMesh) -> Mapping[str, ParallelStyle] | None:
         """Return how tensor parallelism splits the module.

@@ -296,7 +296,7 @@ _FIXED = frozenset(
     }
 )  # fmt: skip
 ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", "logger", "callbacks", "profiler"}
-"""Arguments that `trainer.<name> = ...` sets by `change`."""
+"""Arguments of the Trainer that a script can change later by `trainer.<name> = ...`."""
 
 
 def no_attribute(name: str) -> AttributeError:

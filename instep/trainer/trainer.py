@@ -898,9 +898,9 @@ class Trainer:
     batch_share: ReadOnly[Share] = ReadOnly(
         lambda t: next((c.source.share for c in (t._ctx, t._last_ctx) if hasattr(c, "source")), Share())
     )
-    """Samples of the training batch in hand, or the last one: `mine` of this rank, and `all` of the ranks together."""
+    """Number of samples in the current training batch, or in the last one: `mine` on this rank, `all` on all ranks."""
     is_last_batch: ReadOnly[bool] = ReadOnly(lambda t: t.batch_share.last or t.position.skipped_rest)
-    """Whether the training batch in hand, or the last one, is the epoch's last."""
+    """Whether the current training batch, or the last one, ends the epoch."""
     enable_validation: ReadOnly[bool] = ReadOnly(
         lambda t: next((ctx.validation.enabled for ctx in (t._ctx, t._last_ctx) if ctx and ctx.fn == "fit"), False),
         "Whether the running fit, or the last one, has a validation to run.",

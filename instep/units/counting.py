@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 IGNORED = {"attention_mask": 0, "loss_mask": 0, "sequence_ids": 0, "labels": -100}
-"""Value of the entries that do not count, by the batch's key."""
+"""Key of a batch -> the value of its entries that do not count."""
 
 
 class UnitCount(Callback):
@@ -54,7 +54,7 @@ class UnitCount(Callback):
     runs_first = True
     unit = ""
     on_host = False
-    """Whether no count needs what is on the device."""
+    """Whether units can be counted without values from the device."""
 
     def __init__(self, maximum: float | None, val_every: float | None, save_every: float | None, log: bool) -> None:
         self.maximum = self._whole(f"max_{self.unit}", maximum)

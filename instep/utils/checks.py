@@ -223,7 +223,7 @@ DEVICES = Check(
         ]
     },
 )
-"""The check for a number of devices, -1 for all, "auto", or indices, also as text; indices become a tuple."""
+"""Check of `devices`: a number, -1 for all, "auto", or indices, each also as text; indices become a tuple."""
 
 
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")

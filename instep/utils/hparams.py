@@ -18,7 +18,8 @@ from instep.errors import UsageError
 from instep.utils.warn import warn_user
 
 CLASS_PATH = "_class_path"
-"""The hyperparameter that says which class a configuration chose; there are others only where it is."""
+"""Name of the hyperparameter with the path of the class that a configuration chose; without it, no hyperparameter comes
+from a configuration."""
 
 _configured: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_configured", default=None)
 

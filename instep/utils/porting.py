@@ -23,7 +23,7 @@ _ROOMS = {
     "fabric": ("strategies",),
     "accelerate": ("accelerator", "distributed", "big_models", "state"),
 }
-"""Packages of instep with names that the other package has too, for the same thing."""
+"""Other package -> instep's packages in which a name that both have means the same thing."""
 _RENAMED_CALLBACKS = {
     "PyTorchLightningPruningCallback": "OptunaPruning",
     "_LRFinder": "LRFinder",
@@ -112,7 +112,7 @@ PARTS_OF_LIGHTNING = {
     "loops": "there are no loop objects: `trainer.current_epoch` and `trainer.global_step` say where a run stands",
     **dict.fromkeys(("connectors", "utilities", "overrides"), _INTERNAL),
 }
-"""What to do about names without a counterpart, by the part of Lightning that they are of."""
+"""Advice about names without a counterpart in instep, by the part of Lightning that they belong to."""
 
 ADVICE = {
     **dict.fromkeys(
@@ -194,7 +194,7 @@ ADVICE = {
     "__version__": "it stays, and is that package's, which must be installed then; instep counts its own",
     "Metric": "torchmetrics.Metric works as it is",
 }  # fmt: skip
-"""What to do about names that have no counterpart; others are only named."""
+"""Advice about names that have no counterpart in instep."""
 
 
 RENAMED = {
@@ -251,10 +251,10 @@ RENAMED = {
     "Trainer.test": {"test_dataloaders": "dataloaders"},
     "TrainerArgumentParser.add_instep_class_args": {"lightning_class": "instep_class"},
 }
-"""Arguments that have another name, by class or method."""
+"""Arguments that have another name in instep, by class, method or command."""
 
 ADDED = {("Trainer", "gpus"): 'accelerator="gpu"', ("Trainer", "tpu_cores"): 'accelerator="xla"'}
-"""What an argument that was renamed also said."""
+"""Argument to add when a renamed argument implies it: `gpus=2` becomes `devices=2` and `accelerator="gpu"`."""
 
 DROPPED = {
     "Trainer": {
@@ -271,7 +271,7 @@ DROPPED = {
     "Accelerator": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
     "DataLoaderConfiguration": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
 }  # fmt: skip
-"""Arguments that say what is so anyway, and why."""
+"""Arguments that can be left out, and why, by class or function."""
 
 _NO_CLOUD = "instep starts no cloud machines; docs/scale/hardware.md says how it runs on SageMaker's"
 _POD = "start the program on each host of the pod; docs/scale/hardware.md says how"
@@ -416,7 +416,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "debug_": "use --debug",
     },
 }
-"""What to do instead of giving an argument that there is not, by class or command."""
+"""What to do in place of an argument that instep does not have, by class, method or command."""
 
 LAUNCH_SWITCHES: dict[str, dict[str, Any]] = {
     "cpu": {"accelerator": "cpu"},
@@ -430,7 +430,7 @@ LAUNCH_SWITCHES: dict[str, dict[str, Any]] = {
     "standalone": {"num_nodes": 1},
     "same_network": {},
 }
-"""What a switch of another launcher stands for."""
+"""Settings that a switch of another launcher stands for."""
 
 DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "NO": {},
@@ -443,7 +443,7 @@ DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "DEEPSPEED": {"strategy": "deepspeed"},
     "XLA": {"accelerator": "xla"},
 }
-"""What Accelerate's `distributed_type` stands for."""
+"""Settings that a value of Accelerate's `distributed_type` stands for."""
 
 FILES_REFUSED = {
     ("distributed_type", "MEGATRON_LM"): "instep has no Megatron-LM. MeshStrategy has what it is used for: write "
@@ -451,13 +451,13 @@ FILES_REFUSED = {
     ("compute_environment", "AMAZON_SAGEMAKER"): "instep starts no jobs of SageMaker. Start them with its own "
     "package, and `instep launch` in them, as docs/scale/hardware.md says",
 }
-"""Values for which a file of Accelerate's is not taken over, since what is left of it would mean something else."""
+"""Settings for which a config file of Accelerate is refused, since the others would mean something else here."""
 
 COMMANDS_OF_OTHERS = {
     "tpu-config": "Google's gcloud runs a command on all hosts of a pod; docs/scale/hardware.md says how",
     "to-fsdp2": "it is not needed: strategy 'fsdp' is FSDP2; docs/porting/accelerate.md has the arguments that changed",
 }
-"""Commands of Accelerate that there are not, and what to do."""
+"""Commands of Accelerate that instep does not have, and what to do instead."""
 
 
 VALUES = {
@@ -472,7 +472,7 @@ VALUES = {
     },
     ("Trainer", "precision"): {"transformer-engine": "fp8", "transformer-engine-float16": "fp8"},
 }
-"""Texts that have another name, by class and argument."""
+"""Values of text arguments that have another name in instep, by class and argument."""
 
 
 HOOKS_GONE = {
@@ -484,7 +484,7 @@ HOOKS_GONE = {
     "validation_step_end": "validation_step",
     "test_step_end": "test_step",
 }
-"""Hooks of Lightning 1.x, and what took their place."""
+"""Hooks of Lightning 1.x, and the hooks and methods that replace them."""
 
 HOOKS_UNCALLED = {
     "on_epoch_start": "on_train_epoch_start",
@@ -502,7 +502,7 @@ HOOKS_UNCALLED = {
     "on_hpc_save": "on_save_checkpoint",
     "on_hpc_load": "on_load_checkpoint",
 }
-"""More of them, which may as well be a method of the user's own: for these a warning."""
+"""More hooks of Lightning 1.x. A user's own method may have such a name, so it causes a warning and no error."""
 
 
 _TUNER = "use instep.Tuner(trainer).lr_find(model) or .scale_batch_size(model)"
@@ -551,14 +551,14 @@ ATTRIBUTES = {
         for leaf in ("PartialState", "AcceleratorState")
     },
 }
-"""What to do about attributes and methods that are not there, by instep's class."""
+"""What to do about attributes and methods that instep does not have, by instep's class."""
 
 
 STEP_ARGUMENTS = {
     "optimizer_idx": "one training_step serves all optimizers; to step each by itself, use manual optimization",
     "hiddens": "cut sequences in the data set, or use manual optimization",
 }
-"""Parameters of step methods that nothing passes."""
+"""Parameters of step methods that never get a value in instep, with advice."""
 
 
 def instead_of(owner: str, name: str) -> str | None:
@@ -645,7 +645,7 @@ def hint_of_object(value: Any) -> str:
 
 
 OTHER_NAMES = {field: values for (owner, field), values in VALUES.items() if owner == "Trainer"}
-"""What other packages call a value, by the Trainer's setting."""
+"""Names that other packages use for a setting's values, with instep's names, by the Trainer's setting."""
 
 
 def hint_for(name: str) -> str | None:

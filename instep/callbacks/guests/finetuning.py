@@ -27,7 +27,7 @@ _RATES_PER_GROUP = ("base_lrs", "max_lrs")
 _PER_GROUP = (*_RATES_PER_GROUP, "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 
 Modules = nn.Module | Iterable[Any]
-"""A module, or an iterable of modules and of such iterables."""
+"""A module, or a nested iterable of modules."""
 
 
 class BaseFinetuning(Callback):
@@ -66,7 +66,7 @@ class BaseFinetuning(Callback):
 
     def __init__(self) -> None:
         self._internal_optimizer_metadata: dict[int, list[dict[str, Any]]] = {}
-        """By optimizer: its groups after the last `finetune_function`, with names of parameters."""
+        """Optimizer's index -> its parameter groups after the last `finetune_function`, with names of parameters."""
         self._frozen: list[str] = []
         self._untracked: list[str] = []  # BatchNorm layers without running statistics
         self._tuned_epoch: int | None = None

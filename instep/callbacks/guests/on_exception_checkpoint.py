@@ -58,7 +58,7 @@ class OnExceptionCheckpoint(Callback):
         self.own_folder: Path = to_path(dirpath).absolute()
         self.filename = filename
         self.saved_path = ""
-        """The checkpoint that the last run's exception left; "" while there is none."""
+        """Path of the checkpoint that was saved when the last run raised an exception; "" if there is none."""
 
     @property
     def dirpath(self) -> str:

@@ -40,7 +40,7 @@ _METHODS = {
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 Places = Sequence[tuple[nn.Module, str]]
-"""Modules, and the names of parameters of theirs."""
+"""Pairs of a module and the name of one of its parameters."""
 
 
 class ModelPruning(Callback):

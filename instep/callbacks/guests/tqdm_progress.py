@@ -31,7 +31,7 @@ class Tqdm(_tqdm):
     """A tqdm bar whose numbers keep their width, so that it does not flicker."""
 
     drawn_s: float = 0.0
-    """When a batch was drawn last, on the clock of `time.monotonic`."""
+    """Time at which the bar was last redrawn, in seconds of the clock `time.monotonic`."""
 
     @staticmethod
     def format_num(n: float | str) -> str:

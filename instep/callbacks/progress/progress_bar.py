@@ -30,7 +30,7 @@ class ProgressBar(Callback):
     """
 
     goes_with: ClassVar[str] = "ModelSummary"
-    """The model summary that a Trainer with this bar shows by default: a name of `instep.callbacks`."""
+    """Class in `instep.callbacks` of the model summary that a Trainer with this bar shows by default."""
 
     _default: ClassVar[type[ProgressBar] | None] = None  # the class of the bar that `ProgressBar()` makes
     # These defaults are set on the class for a subclass that does not call `super().__init__()`.

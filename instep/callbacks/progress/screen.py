@@ -27,7 +27,7 @@ class Lines:
     """Screen that writes plain lines to stderr; also the base class of the other screens."""
 
     live = False
-    """Whether what is shown moves."""
+    """Whether the screen redraws its text in place; if False, it adds lines."""
 
     def __init__(self) -> None:
         self._err = sys.stderr

@@ -150,7 +150,7 @@ class Line:
     speed: float | None
     note: str = ""
     end: int | None = None
-    """The batch that it ends at, where that may come before `total`."""
+    """Number of batches after which `max_steps` ends the loop, perhaps before `total`; None without a limit."""
 
     @property
     def fraction(self) -> float | None:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 FOLDERS = ("zero", "dcp")
-"""Files that read a folder of another package: `find_folder(path)`, then `open_folder(folder, roots)`."""
+"""Modules that read a folder of another package: each has `find_folder(path)` and `open_folder(folder, roots)`."""
 
 
 def find_foreign_folder(path: Path) -> tuple[ModuleType, Path] | None:

@@ -43,7 +43,7 @@ _BATCHES = (
 )
 SEVERAL_OPTIMIZERS = "`self.optimizers()` of several, by hand"
 COUNTERS = ("max_steps", "min_steps", "every_n_train_steps", "global_step")
-"""Names of counts that mean something else in a script that steps several optimizers by hand."""
+"""Names of step counts that have another meaning in a script that steps several optimizers by hand."""
 
 SKIPPED = "`if step < resume_step: continue` or `islice` after `load_state`"
 MULTIPLIED = "`num_training_steps=n * accelerator.num_processes` of a schedule"
@@ -479,7 +479,7 @@ ACCELERATE = (
 )
 
 PAGES = {"lightning": LIGHTNING, "accelerate": ACCELERATE}
-"""Each guide's changes, by the name of its page."""
+"""Changes that a porting guide lists, by the name of the guide's page."""
 
 
 def table(page: str) -> str:

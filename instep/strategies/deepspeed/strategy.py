@@ -73,7 +73,7 @@ class DeepSpeedGradients(Gradients):
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self.open = False
-        """Whether there are gradients that no step was made with."""
+        """Whether there are gradients that no optimizer step has used yet."""
         self._factor = 1.0  # factor for the gradients in the next step
         self._unclipped: float | None = None  # the engine's clipping norm for steps without a call of `clip`
 

@@ -26,7 +26,7 @@ class StagePart(NamedTuple):
     name: str
     call: Callable[..., Any]
     owned: tuple[nn.Module | nn.Parameter, ...]
-    """What its weights are in."""
+    """Submodules and parameters that hold the weights of this part."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -121,7 +121,7 @@ class Stage(nn.Module):
     """
 
     output_outline: Any = None
-    """The last stage's output, of tensors that have no values."""
+    """Structure of the last stage's output, with tensors on the meta device, which have no values."""
 
     def __init__(self, parts: Sequence[StagePart], last: bool, whole: nn.Module | None = None) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Stage(nn.Module):
         self._last = last
         owned = dict.fromkeys(item for part in parts for item in part.owned)
         self.loose_parameters = [item for item in owned if isinstance(item, nn.Parameter)]
-        """Those that are in no submodule of the module."""
+        """Parameters that parts of this stage list by themselves, and not through a submodule."""
         names = {} if whole is None else {item: name for name, item in whole.named_modules()}
         for number, item in enumerate(item for item in owned if isinstance(item, nn.Module)):
             *parents, key = names.get(item, f"part_{number}").split(".")
@@ -210,11 +210,11 @@ class Cut:
                     home.append(index % ranks)
         everywhere = list(range(ranks))
         self.shapes: dict[str, torch.Size | None] = {}
-        """Name -> shape of everything in the whole module's state; None where it is no tensor."""
+        """Name -> shape of each entry in the whole module's state; None if the entry is no tensor."""
         self.homes: dict[str, list[int]] = {}
-        """Name -> the ranks of the pipe that have it, the first of which saves it."""
+        """Name -> ranks of the pipeline that have the entry of the state; the first of them saves it."""
         self.first_names: dict[str, str] = {}
-        """Name -> the first name of the same tensor."""
+        """Name -> first name of the same tensor; another name only if the tensor is shared."""
         first: dict[int, str] = {}
         for raw, value in module.state_dict(keep_vars=True).items():
             name, is_tensor = clean_name(raw), isinstance(value, Tensor)

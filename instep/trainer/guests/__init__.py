@@ -140,7 +140,7 @@ GUESTS: dict[str, Callable[[RunContext], bool]] = {
     "one_graph:OneGraph": lambda ctx: ctx.settings.cuda_graphs or getattr(ctx.settings.compile, "scope", "") == "step",
     "garbage:GarbageCollection": lambda ctx: ctx.settings.gc_every_n_steps is not None,
 }
-"""Each guest's file and class, and when a run has it; in the order in which they are asked."""
+"""Features that change a run's steps: file and class -> whether a run uses it; in the order of their calls."""
 
 
 def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
@@ -163,7 +163,7 @@ def note_samples(ctx: RunContext) -> None:
 
 
 REPLAY = "INSTEP_REPLAY"
-"""Variable with which `instep replay` runs a program again."""
+"""Environment variable that `instep replay` sets (to a JSON object) when it runs a program again."""
 
 
 def find_replay() -> Any:
