@@ -361,6 +361,7 @@ def test_the_gradient_state_knows_the_loader_in_hand(make: Any) -> None:
             assert state.dataloader_references == [outer, inner]
     assert seen == [(True, False, -1), (True, True, 4)]
     assert not state.in_dataloader
+    assert (state.active_dataloader, state.end_of_dataloader, state.remainder) == (None, False, -1)
 
 
 def test_rows_that_are_not_samples_need_to_be_named(make: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from instep.checkpoint import CheckpointStore, LocalFiles, Writer
+from instep.checkpoint import store as store_module
 from instep.errors import CheckpointError, CheckpointNotFoundError, DistributedError, RemoteError
 from instep.state import PartialState
 from tests.checkpoint.helpers import flip, left_over, path_of, value_of, writes
@@ -49,7 +50,7 @@ def test_all_ranks_write_into_one_checkpoint(tmp_path: Path) -> None:
     assert left == []
 
 
-def fail_on(folder: str, bad: int) -> tuple[str, str, list[str]]:
+def fail_on(folder: str, bad: int) -> tuple[str, str, list[str], str]:
     store, rank = join(folder)
     store.save(1, writes(1.0))
 
@@ -65,19 +66,33 @@ def fail_on(folder: str, bad: int) -> tuple[str, str, list[str]]:
         PartialState().wait_for_everyone()  # the next save writes there again
         again = store.save(2, writes(3.0))  # the ranks are still in step
         assert value_of(store.read(again)) == 3.0
-        return type(error).__name__, str(error), there
+        return type(error).__name__, str(error), there, verify_with_an_error(store, again, rank == bad)
     raise AssertionError("the save must fail on every rank")
+
+
+def verify_with_an_error(store: CheckpointStore, path: Path, here: bool) -> str:
+    def unreadable(*_: Any) -> None:
+        raise ValueError("cannot read")
+
+    if here:
+        store_module.file_problem = unreadable
+    try:
+        store.verify_together(path)
+    except (ValueError, RemoteError) as error:
+        return type(error).__name__
+    raise AssertionError("the verification must fail on every rank")
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_exception_on_one_rank_fails_the_save_on_all(tmp_path: Path, bad: int) -> None:
     results = run_ranks(fail_on, 2, str(tmp_path), bad)
     assert results[bad][:2] == ("ValueError", f"rank {bad} cannot")
-    name, text, _ = results[1 - bad]
+    assert [verified for *_, verified in results] == [results[0][0], results[1][0]]
+    name, text, *_ = results[1 - bad]
     assert name == "RemoteError"
     assert f"ValueError: rank {bad} cannot" in text
     assert "step-00000002-1" in text
-    assert [there for _, _, there in results] == [["step-00000001-1"]] * 2
+    assert [there for _, _, there, _ in results] == [["step-00000001-1"]] * 2
 
 
 def commit_fails(folder: str) -> str:
