@@ -56,9 +56,10 @@ __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        if find_spec(f"instep.{name}") is not None:  # `from instep import utils` looks for an attribute `utils` first
+        # For `from instep import utils`, Python asks for an attribute first. After the error it imports the module.
+        if find_spec(f"instep.{name}") is not None:
             raise AttributeError(name)
-        from instep.utils.porting import no_such_name  # imported late: only an error needs it
+        from instep.utils.porting import no_such_name  # imported late: needed only for an error
 
         raise no_such_name("instep", name)
     from instep.utils.imports import without_collections  # imported late: `import instep` must be fast

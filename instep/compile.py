@@ -47,8 +47,8 @@ class CompileConfig:
 
     Args:
         scope: "module": compile the module's forward and step methods. "step": compile forward, loss and backward into
-            one graph, and the optimizer's step too. A step that cannot be compiled so runs as with "module", and the
-            reason is logged.
+            one graph, and the optimizer's step too. A step that cannot be compiled in this way runs as with "module",
+            and the reason is logged.
         optimizer: whether "step" compiles the optimizer's step. torch's Adam then computes its bias correction in
             float32, so losses may differ in the fifth digit.
         regions: compile only repeated blocks, each separately, which takes much less time than compiling the whole
@@ -57,7 +57,7 @@ class CompileConfig:
         backend: backend of `torch.compile`, by name or as a function.
         mode: "default", "reduce-overhead" or "max-autotune".
         fullgraph: whether a graph break is an error.
-        dynamic: whether shapes may vary; None: torch finds out.
+        dynamic: whether shapes may vary; None: torch decides.
         options: options of the backend.
         cache_dir: folder for compiled code, so that the next start does not have to compile again. Code is loaded from
             this folder, so it must belong to you and must not be writable by others. None: torch's own folder, in the
@@ -94,7 +94,7 @@ class CompileConfig:
             raise SettingError("mode is a set of options of its own: give mode or options, not both", field="options")
 
     def overwrites_outputs(self, device: torch.device) -> bool:
-        """Return True if torch records compiled code as CUDA graphs, in which each run overwrites the last outputs."""
+        """Return True if torch records compiled code as CUDA graphs: each run then overwrites the previous outputs."""
         records = (self.options or {}).get("triton.cudagraphs", self.mode in ("reduce-overhead", "max-autotune"))
         return bool(records) and device.type == "cuda"
 
@@ -138,7 +138,7 @@ def compile_regions(model: nn.Module, config: CompileConfig) -> bool:
     """Compile the blocks that `config.regions` names, in place; blocks that are already compiled do not change.
 
     Returns:
-        True if there are such blocks; False if the model has to be compiled as a whole.
+        True if the model has blocks to compile; False if the model has to be compiled as a whole.
 
     Raises:
         SettingError: `regions` names a module or class that the model does not have.
@@ -148,7 +148,8 @@ def compile_regions(model: nn.Module, config: CompileConfig) -> bool:
     for block in blocks:
         if block._compiled_call_impl is not None:
             continue
-        if type(block).__module__.startswith("torch."):  # up to torch 2.13, `compile` does nothing for torch's classes
+        # Up to torch 2.13, the method `compile` has no effect on torch's own classes.
+        if type(block).__module__.startswith("torch."):
             block._compiled_call_impl = partial(torch.compile(_call, **options), block)  # type: ignore[assignment]
         else:
             block.compile(**options)
@@ -160,7 +161,7 @@ def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def find_regions(model: nn.Module, regions: bool | Sequence[str | type[nn.Module]]) -> list[nn.Module]:
-    """Return the blocks that are compiled separately, without blocks that are inside another of them.
+    """Return the blocks that are compiled separately. A block inside another one of these blocks is left out.
 
     Args:
         model: the model.
@@ -211,7 +212,7 @@ class Recompiles:
     def _look(self, arguments: Any) -> None:
         """Count a compilation that has ended, if it is a recompilation."""
         if arguments.callback_trigger.name != "DYNAMO":
-            return  # this was only the compilation of a backward or the recording of a CUDA graph
+            return  # not counted: only a backward was compiled, or a CUDA graph was recorded
         number = getattr(CompileContext.current_compile_id(), "frame_compile_id", None)
         self.count += bool(number)
         self.report()
@@ -246,16 +247,17 @@ class Recompiles:
         try:
             yield
         finally:
-            if self._look in callback_handler.end_callbacks:  # False if torch.compiler.reset() cleared the list
+            if self._look in callback_handler.end_callbacks:  # torch.compiler.reset() may have cleared the list
                 callback_handler.remove_end_callback(self._look)
             self.report()
 
 
 @contextmanager
 def compiled_code_in(folder: PathLike | None) -> Iterator[None]:
-    """Store compiled code in a folder, and load it from there, inside the block; None: do not change torch's folder.
+    """Store compiled code in a folder and load it from there, for the time of the `with` block.
 
-    Raises:
+    Args:
+        folder: the folder; None: torch's own folder.    Raises:
         SettingError: another user can write to the folder, so that the code in it cannot be trusted.
     """
     if folder is None:

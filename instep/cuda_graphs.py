@@ -55,11 +55,11 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
-        # these graphs are kept, since torch's pool of pinned memory may still refer to them
+        # graphs of failed recordings; they must stay alive, since torch's pool of pinned memory may refer to them
         self._abandoned: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """Run a function on the stream that is used for recording; each of the two streams waits for the other."""
+        """Run a function on the stream for recordings, after earlier and before later work of the current stream."""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -71,7 +71,7 @@ class CudaRecorder:
         """Record a function; its results are in the graph's own memory, which each replay overwrites."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # the graph may need memory that is only cached
+        torch.cuda.empty_cache()  # frees cached memory, which the graph's own pool cannot use
         with torch.cuda.stream(self._side):
             # In a stricter mode the recording would fail if a thread of a loader pins memory at the same time.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -93,7 +93,7 @@ class CudaRecorder:
             graph.capture_end()
         graph.reset()
         self._abandoned.append(graph)
-        with suppress(RuntimeError):  # raised if the recording itself succeeded, since torch has done this then
+        with suppress(RuntimeError):  # raised if `capture_end` succeeded, which has done the same
             torch._C._cuda_endAllocateToPool(self._side.device_index, pool)
             torch._C._cuda_releasePool(self._side.device_index, pool)
         empty = torch.cuda.CUDAGraph()
@@ -132,7 +132,7 @@ class CapturedStep:
         recorder: Recorder,
         device: torch.device,
     ) -> None:
-        self.replayed = False  # if True, the gradients of the last batch are in the memory of the recording
+        self.replayed = False  # after a replay (True), the gradients are in the memory of the recording
         self.optimizer: CapturedOptimizer | None = None
         self._module, self._training_step, self._logged = module, training_step, logged
         self.recorder, self._device = recorder, device
@@ -146,7 +146,8 @@ class CapturedStep:
         Args:
             batch: the batch: tensors on the device, in nested containers.
             batch_idx: index of the batch.
-            plain: function that does the same the normal way, and returns its output without autograd graph.
+            plain: function that computes the gradients in the normal way, and returns its output without autograd
+                graph.
 
         Returns:
             The result of `training_step`, without autograd graph.
@@ -158,7 +159,7 @@ class CapturedStep:
             self._left -= 1
             return self.recorder.warm_up(lambda: plain(batch, batch_idx))
         if self._replay is not None and self._state() != self._captured_state:
-            self._replay = None  # since the recording, weights were replaced or frozen, or modes of modules changed
+            self._replay = None  # weights or modes of modules were changed after the recording
         if self._replay is None and not self._capture(batch, batch_idx):
             return plain(batch, batch_idx)
         if (why := self._misfit(batch)) or self._replay is None:
@@ -190,7 +191,7 @@ class CapturedStep:
 
             def run() -> tuple[Any, list[Any], list[Tensor | None]]:
                 for p in parameters:
-                    p.grad = None  # so that the backward writes new gradients, and does not add them to old ones
+                    p.grad = None  # the backward then writes new gradients, and does not add to old ones
                 output = self._training_step(static, batch_idx)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -220,7 +221,7 @@ class CapturedStep:
                 )
 
     def _state(self) -> tuple[Any, ...]:
-        """Return all that a recording depends on: addresses of weights, which are trained, and modes of modules."""
+        """Return what a recording depends on: addresses of parameters and buffers, `requires_grad`, and modes."""
         module = self._module
         return (
             [(p.data_ptr(), p.requires_grad) for p in module.parameters()],
@@ -251,7 +252,7 @@ class CapturedOptimizer:
     """Step of an optimizer, recorded once and replayed after each replayed backward.
 
     Args:
-        optimizer: optimizer whose step can be recorded, by `why_not_captured`.
+        optimizer: optimizer for which `why_not_captured` returns "".
         step: recorded step that computes the gradients.
     """
 
@@ -289,7 +290,7 @@ class CapturedOptimizer:
         return True
 
     def _state(self) -> list[Any]:
-        """Return the optimizer's settings, on which a recording depends; of a tensor, the address."""
+        """Return the optimizer's settings, which must not change after a recording; for a tensor, its address."""
         return [
             (name, value.data_ptr() if isinstance(value, Tensor) else value)
             for group in self._optimizer.param_groups
@@ -342,7 +343,7 @@ def runs_without(optimizer: Optimizer, why: str) -> str:
 
 
 def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
-    """Return the properties of each leaf that must be the same in all batches, by path: shape, strides and dtype."""
+    """Return the shape, strides and dtype of each tensor of a batch, and the value of any other leaf, by its path."""
     found: dict[str, Any] = {}
     for name, leaf in iter_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -366,7 +367,7 @@ def without_graph(output: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error's message; for chained errors, of the error that the step itself raised."""
+    """Return the first line of the message of an error, or of the earlier error that led to this error."""
     if isinstance(error.__context__, RuntimeError | NotCapturable):
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -69,14 +69,14 @@ class SettingError(InstepError, ValueError):
 def _cleaned(text: str) -> str:
     if text.isprintable():
         return text
-    from instep.utils.untrusted_files import clean  # imported late: only an error needs it
+    from instep.utils.untrusted_files import clean  # imported late: needed only for an error
 
     return clean(text)
 
 
 def _hint_of(got: Any) -> str:
     """Return a sentence on how to replace an object of another trainer's package; "" for any other object."""
-    from instep.utils.porting import hint_of_object  # imported late: only an error needs these tables
+    from instep.utils.porting import hint_of_object  # imported late: needed only for an error
 
     items = got if isinstance(got, list | tuple | set) else (got,)
     return next((f" {hint}." for item in items if (hint := hint_of_object(item))), "")
@@ -87,7 +87,7 @@ class UsageError(InstepError, RuntimeError):
 
 
 class StateError(UsageError):
-    """Raised when a state singleton, such as `PartialState`, is asked for settings that it does not have, or is empty.
+    """Raised when a state singleton, such as `PartialState`, is empty, or is asked for settings that it does not have.
 
     Build the state once, with all settings, before other code uses it.
     """
@@ -130,10 +130,11 @@ class NonFiniteError(InstepError, FloatingPointError):
         message: what was not finite, where, and what to do next.
         global_step: number of the optimizer step that was left out.
         epoch: number of the epoch, from 0.
-        batches: numbers of the batches of this optimizer step in the epoch, from 0.
+        batches: numbers of this optimizer step's batches, counted from 0 in the epoch.
         ranks: ranks on which the loss was not finite; if all losses were finite, ranks on which a gradient was not.
         parameters: names of the parameters whose gradients were not finite.
-        sample_indices: by rank, the indices in the data set of the samples of each batch; None: unknown.
+        sample_indices: a dict for each rank, from a batch's number to a list of its samples' indices in the data set
+            (None if they are unknown).
     """
 
     def __init__(
@@ -157,15 +158,17 @@ class NonFiniteError(InstepError, FloatingPointError):
 
 
 class TrainingSpikeError(InstepError, RuntimeError):
-    """Raised by the callback `SpikeDetection` when the loss jumps. Look at the batches that the attributes name.
+    """Raised by the callback `SpikeDetection` when the loss jumps. Look at the samples of the two `batches`.
 
     Args:
-        message: the loss, where it jumped, and what to do next.
-        global_step: number of the optimizer step that the batch belongs to.
+        message: the loss, the batch in which it jumped, and what to do next.
+        global_step: number of the optimizer step that this batch belongs to.
         epoch: number of the epoch, from 0.
-        batches: numbers of the last batch before the jump and of the batch with the jump in the epoch, from 0.
+        batches: numbers of the batch before the jump (if there is one) and of the batch with the jump, counted from 0
+            in the epoch.
         ranks: ranks on which the loss jumped.
-        sample_indices: by rank, the indices in the data set of the samples of each batch; None: unknown.
+        sample_indices: a dict for each rank, from a batch's number to a list of its samples' indices in the data set
+            (None if they are unknown).
     """
 
     def __init__(
@@ -226,7 +229,7 @@ class FolderInUseError(CheckpointError):
 
 
 class LeaseLostError(CheckpointError):
-    """Raised when another run has taken over the folder of checkpoints, since this run did not respond for too long.
+    """Raised when another run has taken over the checkpoint folder, because this run did not respond for too long.
 
     This run must not write there any more. End it, or start it again with another folder.
     """
@@ -285,7 +288,7 @@ def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
         >>> print(one_of("mode", "mim", ("min", "max")))
         mode='mim' is not known. Use one of: min, max. Did you mean 'min'?
     """
-    from instep.utils.porting import OTHER_NAMES  # imported late: only an error needs these tables
+    from instep.utils.porting import OTHER_NAMES  # imported late: needed only for an error
 
     names, text = [str(value) for value in allowed], str(got)
     # get_close_matches returns the nearest name first; a typing error rarely changes the beginning or length of a name

@@ -44,9 +44,9 @@ def to_onnx(module: TrainModule, file_path: Location | BytesIO | None, input_sam
     # torch accepts a buffer here too, although its annotation does not say so
     where: Any = str(target) if isinstance(target, Path) else target
     if isinstance(target, Path) and dynamo:
-        kwargs.setdefault("verbose", False)  # otherwise torch prints its progress
+        kwargs.setdefault("verbose", False)  # by default torch prints its progress
     with _at_rest(module, by_jit=not dynamo):
-        # torch has to write to the final path itself: the weights are in a second file, whose name the model contains
+        # torch must write to the final path itself: the model file contains the name of a second file with the weights
         return torch.onnx.export(module, args, where, kwargs=named or None, **kwargs)
 
 
@@ -91,7 +91,7 @@ def to_torchscript(
             several = checked if isinstance(checked, list) else [checked]
             kwargs["check_inputs"] = [_sample_of(module, each, "")[0] for each in several]
         with _at_rest(module, by_jit=True):
-            # torch needs exactly one of these two arguments
+            # `torch.jit.trace` accepts example inputs by position or by name, but not both
             inputs = {"example_kwarg_inputs": named} if named else {"example_inputs": args}
             made = torch.jit.trace(module, **inputs, **kwargs)
     _write(file_path, lambda file: torch.jit.save(made, file))
@@ -152,7 +152,7 @@ def to_tensorrt(
 
 
 def _sample_of(module: TrainModule, given: Any, missing: str) -> Sample:
-    """Return arguments for tracing `forward`, made from a sample by the batch hooks, on the module's device."""
+    """Return arguments for tracing `forward`: a sample after the module's batch hooks, on the module's device."""
     sample = module.example_input_array if given is None else given
     if sample is None:
         raise SettingError(missing, field="input_sample")

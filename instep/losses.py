@@ -24,7 +24,7 @@ _CHUNK = 2**24  # largest number of logits that exist at one time
 
 
 def linear_cross_entropy(
-    input: Tensor,  # the name that torch uses
+    input: Tensor,  # hides Python's `input`, but torch's losses use this name
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
@@ -95,7 +95,7 @@ def linear_cross_entropy(
 
 
 def _local(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None, int, Any]:
-    """Return this rank's shards of weight and bias, the index of its first word, and the group of the ranks."""
+    """Return this rank's shards of weight and bias, the index of the shard's first word, and the ranks' group."""
     from instep.strategies.dtensors import box_of  # imported late: only tensor parallelism needs it
 
     mesh, placements = weight.device_mesh, weight.placements

@@ -2,10 +2,12 @@
 
 A schedule gives the rate of each optimizer step as a fraction of the optimizer's own rate, which may differ between
 parameter groups. Steps are counted from 0. A Trainer steps a schedule once per optimizer step, whatever the
-accumulation and the number of processes are; `self.trainer.estimated_stepping_batches` is the length of its run.
+accumulation and the number of processes are; `self.trainer.estimated_stepping_batches` is the number of optimizer steps
+of the Trainer's run.
 
-The rate depends only on the step and on the schedule's arguments. A checkpoint has these as numbers and strings, but a
-resumed run uses the arguments that its program gives now, and warns if they differ from those in the checkpoint.
+The rate depends only on the step and on the schedule's arguments. A checkpoint has the arguments as numbers and
+strings, but a resumed run uses the arguments that its program gives now, and warns if they differ from those in the
+checkpoint.
 
 Example:
     >>> import torch
@@ -43,7 +45,10 @@ _DECAYS: dict[str, Callable[[float], float]] = {
 
 
 class _Curve:
-    """Curve of the rate, as a fraction of the optimizer's rate: rises from `start_ratio` in warm-up, then `after`."""
+    """Curve of the rate, as a fraction of the optimizer's rate: it rises from `start_ratio` to 1 in the warm-up.
+
+    The method `after` computes the rate after the warm-up.
+    """
 
     def __init__(self, warmup_steps: int, start_ratio: float) -> None:
         self.warmup_steps = warmup_steps
@@ -140,7 +145,7 @@ class Schedule(LambdaLR):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule, as numbers and strings."""
         state = super().state_dict()
-        del state["_curve"]  # "lr_lambdas" has the same values
+        del state["_curve"]  # the entry "lr_lambdas" already has the curve's attributes
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -386,7 +391,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make(name: str, optimizer: Optimizer, **arguments: Any) -> Schedule:
-    """Make a schedule by its name, as for a name in a configuration.
+    """Make a schedule by its name, such as a name in a configuration.
 
     Args:
         name: name of the schedule: "constant", "linear", "cosine", "wsd", "inverse_sqrt" or "one_cycle".

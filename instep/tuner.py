@@ -35,7 +35,7 @@ class Tuner:
     `lr_find` and `scale_batch_size` set up a run as the Trainer does, make steps in it, and undo them. Only the result
     is kept, in an attribute of the module or datamodule. No folder, log or checkpoint is written. The Trainer's
     counters, the random generators and the module's weights are restored; the module stays on its device. Of the
-    callbacks only set-up and tear-down are called, and not those of callbacks that save or show something.
+    callbacks only set-up and tear-down are called. Callbacks that save or show something are not called at all.
 
     Args:
         trainer: Trainer, whose devices, strategy, precision, accumulation and limits are used for the search.
@@ -95,7 +95,7 @@ class Tuner:
         Args:
             model: module to train.
             train_dataloaders, val_dataloaders, datamodule: as in `Trainer.fit`.
-            dataloaders: must be None, since the data is that of `fit`.
+            dataloaders: must be None, because the steps are training steps, as in `fit`.
             method: must be "fit", the only method that trains.
             min_lr, max_lr, mode, early_stop_threshold, update_attr, attr_name, weights_only: as in
                 `LearningRateFinder`.
@@ -187,7 +187,7 @@ class Tuner:
     def _aside(
         self, fn: str, model: TrainModule, datamodule: DataModule | None, data: Any, val_data: Any
     ) -> Iterator[RunContext]:
-        """Set up a run for the `with` block; restore the Trainer's own objects afterwards, also after an error."""
+        """Set up a run for the `with` block; restore the Trainer's attributes at its end, also after an error."""
         trainer = self._trainer
         datamodule, data = check_data(datamodule, data, val_data)
         trainer._launch()
@@ -217,7 +217,7 @@ class Tuner:
                     need_loaders(ctx, ctx.loaders.evaluation(_METHODS[fn]))
                 yield ctx
                 if fn == "fit":
-                    agree_on_triggers(ctx)  # if a signal arrived during the search, this ends the process
+                    agree_on_triggers(ctx)  # ends the process if a signal arrived during the search
         finally:
             known, last = trainer._data, before["_last_ctx"] or trainer._last_ctx
             vars(trainer).clear()
