@@ -1,4 +1,4 @@
-"""Parts of Accelerate that instep has under other names; `instep.compat.accelerate` looks here first."""
+"""Accelerate's classes and functions, on top of instep's; imports of Accelerate's names are searched here first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from instep.utils.warn import warn_user
 
 
 class _Shared(type):
-    """Metaclass that adds Accelerate's class attribute `_shared_state` to classes that show the state."""
+    """Metaclass with Accelerate's class attribute `_shared_state`, which is empty until the state is initialized."""
 
     forgotten = False
 
@@ -86,7 +86,7 @@ class AcceleratorState(_AcceleratorState, metaclass=_Shared):
 
     @property
     def distributed_type(self) -> Any:
-        """How the processes are distributed; FSDP if the models are sharded."""
+        """Kind of distributed training; `DistributedType.FSDP` if the models are sharded."""
         return super().distributed_type if self.fsdp_plugin is None else ours_state.DistributedType.FSDP
 
 
@@ -96,7 +96,7 @@ def _fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
 
 
 class GradientState(_GradientState):
-    """Position in the training loop; a program that counts its own accumulation calls `_set_sync_gradients`."""
+    """State of gradient accumulation; a program that counts micro-batches itself calls `_set_sync_gradients`."""
 
     __slots__ = ()
 
@@ -115,13 +115,13 @@ class GradientState(_GradientState):
 
 
 class _DrawnOrder(RandomSampler):
-    """Random order of samples, drawn as torch draws it, or computed from a seed and the epoch.
+    """Sampler whose random order is drawn as in torch, or computed from a seed and the epoch.
 
     Args:
         sampler: the loader's own sampler.
-        common: generator that draws the order: the sampler's own, or one that all ranks share; None: the order is drawn
-            with a seed from the process's random numbers.
-        seed: seed that gives the order together with the epoch; None: the order is drawn.
+        common: generator that draws the order: the sampler's own, or one that all ranks share. None: without `seed`,
+            the generator of each order gets a seed from the process's random numbers.
+        seed: number that determines each order together with the epoch; None: the order is drawn.
     """
 
     def __init__(self, sampler: RandomSampler, common: torch.Generator | None, seed: int | None) -> None:
@@ -146,7 +146,7 @@ class _DrawnOrder(RandomSampler):
 
 
 class _Order(Sequence[int]):
-    """An order of samples that is drawn at the first access to an index, as in torch; its length is known before."""
+    """An order of samples, drawn at the first access to an index as in torch; its length is known before that."""
 
     def __init__(self, sampler: _DrawnOrder, place: list[int]) -> None:
         self._sampler, self._place = sampler, place
@@ -161,12 +161,12 @@ class _Order(Sequence[int]):
     def __getitem__(self, index: Any) -> Any:
         return self._items[index]
 
-    def __repr__(self) -> str:  # returns the whole order, since ranks compare their orders by this text
+    def __repr__(self) -> str:  # all indices, since ranks compare their orders by this text
         return repr(self._items)
 
 
 class _Loader(AcceleratedLoader):
-    """A prepared loader that draws as many random numbers as torch's loader, so that dropout masks are the same."""
+    """A prepared loader that draws as many random numbers as torch's loader, so that dropout masks do not change."""
 
     attendance: Attendance
 
@@ -190,7 +190,8 @@ class _Prepared(PreparedRun):
 
     Its state dict holds the sample orders that were drawn.
 
-    A second model, or loader of data, of the same class gets a number in its name, in the order of the calls.
+    Without a given name, a model is named after its class, and a loader after the class of its dataset. The second
+    object with the same name gets the number 2, as in `Net_2`, and so on.
     """
 
     loader_config: DataLoaderConfiguration
@@ -213,7 +214,7 @@ class _Prepared(PreparedRun):
         return super().prepare_data_loader(loader, place, name)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a scheduler that makes one step for each process at every optimizer step."""
+        """Prepare a scheduler, which steps once per process at each optimizer step; with `split_batches` only once."""
         prepared = super().prepare_scheduler(scheduler)
         prepared.repeats = 1 if self.loader_config.split_batches else self.world_size
         return prepared
@@ -225,7 +226,8 @@ class _Prepared(PreparedRun):
         sampler = batches.sampler
         if type(sampler) is not RandomSampler:
             return
-        if type(batches) is not BatchSampler:  # a subclass has more attributes, e.g. in sentence-transformers
+        # sentence-transformers has subclasses with further attributes; the loader needs a plain BatchSampler
+        if type(batches) is not BatchSampler:
             batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
             vars(loader)["batch_sampler"] = batches
         seed, common = None, sampler.generator
@@ -289,8 +291,8 @@ _Accelerator: Any = adapt(ours.Accelerator, __name__, "_Accelerator", "Accelerat
 class Accelerator(_Accelerator):
     """instep's Accelerator with Accelerate's arguments and attributes.
 
-    At each optimizer step a scheduler makes one step for each process, since scripts of Accelerate are written for
-    that.
+    At each optimizer step a scheduler steps as many times as there are processes, since scripts of Accelerate expect
+    this; with `split_batches` it steps once.
     """
 
     _prepared_type = _Prepared
@@ -334,7 +336,7 @@ class Accelerator(_Accelerator):
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save a state in exactly the folder `output_dir`, where programs look for it; replace an older state.
 
-        If only the main process calls this method, it saves alone.
+        If only the main process calls this method, it saves without waiting for the other processes.
         """
         if output_dir is None or "://" in str(output_dir):
             return super().save_state(output_dir, safe_serialization)
@@ -351,7 +353,7 @@ class Accelerator(_Accelerator):
         super().register_for_checkpointing(**named)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what all ranks computed, with each sample once."""
+        """Gather values from all ranks, without the samples that were repeated to fill the last batch."""
         if use_gather_object and isinstance(input_data, torch.Tensor):
             return input_data if self.num_processes == 1 else super().gather_for_metrics(list(input_data), True)
         return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
@@ -428,7 +430,7 @@ def set_module_tensor_to_device(
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return True, since NCCL checks this itself."""
+    """Return True, since NCCL itself checks whether it can use peer-to-peer and InfiniBand connections."""
     return True
 
 

@@ -21,8 +21,8 @@ _POLL_S = 0.01
 class Attendance:
     """Record of which ranks take part in a call of `save_state`.
 
-    All ranks take the same batches and call the same collectives, and each rank counts them. A rank whose count is
-    higher than the count of the main process at a save has gone past this save, and does not take part in it.
+    Each rank counts its batches and collectives, of which all ranks have the same number. While the main process is in
+    `save_state`, a rank with a higher count than the main process went on without calling `save_state`.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class Attendance:
         self._place = self._saves = 0
 
     def advance(self) -> None:
-        """Count a batch or a collective, before it starts."""
+        """Count a batch or a collective just before it starts."""
         self._place, self._saves = self._place + 1, 0
         if self._records is not None and self._rank:
             with suppress(RuntimeError):  # the main process, which hosts the store, has ended, so it will save nothing
                 self._records.write(self._place, f"{self._place} 0")
 
     def all_come(self) -> bool:
-        """Return True if all ranks take part in this rank's present save; all ranks in the save get the same result.
+        """Return True if all ranks call `save_state` at this point; all ranks that call it get the same result.
 
         Raises:
-            DistributedError: a rank neither comes to the save nor goes past it in time.
+            DistributedError: within 30 minutes, a rank neither calls `save_state` nor goes on without it.
         """
         records, deadline = self._records, time.monotonic() + _LIMIT_S
         if records is None:
@@ -53,7 +53,8 @@ class Attendance:
             records.write(self._place, f"{self._place} {self._saves}")
         while time.monotonic() < deadline:
             found = {rank: tuple(map(int, text.split())) for rank, text in records.read(self._place, True).items()}
-            first = found.pop(0, (0, 0))  # the answer of rank 0, and the number of the save to which the answer belongs
+            # from rank 0: whether all ranks take part (1 or 0), and the number of the save for which this is true
+            first = found.pop(0, (0, 0))
             if self._rank and first[1] >= self._saves:
                 return bool(first[0])
             here = (self._place, self._saves)
@@ -91,7 +92,7 @@ def save_alone(states: States, path: Path) -> Path:
 
 
 def take_name(saved: Path, named: Path) -> Path:
-    """Rename a saved state and return its path; if the wanted folder has other files, the state keeps its name."""
+    """Rename the folder of a saved state, unless `named` is a folder with other files; return the state's path."""
     old = saved.with_name(f".deleting-{saved.name}")
     if (named / "manifest.json").exists():
         named.rename(old)

@@ -126,7 +126,7 @@ class Door(NameFinder):
         return self._found[whole]
 
     def _make(self, whole: str) -> Any:
-        """Return the object that replaces a name, given by its full name in the package; None if nothing does."""
+        """Return the object that replaces a name of the package, given in full; None if there is no such object."""
         parent, _, name = whole.rpartition(".")
         ours = next((found[name] for found in map(vars, map(import_module, self._parts)) if name in found), None)
         target = porting.successor(porting.canonical(whole) or "") or porting.successor(f"{self.package}.{name}")
@@ -149,7 +149,7 @@ class _Metadata(Distribution):
 
     def __init__(self, package: str, version: str) -> None:
         owner = "huggingface" if package == "accelerate" else "Lightning-AI"
-        page = f"https://github.com/{owner}/{package}"  # sentence-transformers checks this address
+        page = f"https://github.com/{owner}/{package}"  # sentence-transformers checks the home page of accelerate
         self._text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\nHome-page: {page}\n"
 
     def read_text(self, filename: str) -> str | None:
@@ -169,14 +169,15 @@ def defined(name: str) -> Any:
         found = made["value"]
         return (lambda *args, **kwargs: found()) if name.endswith("_available") else found
     if name.startswith("is_") and name.endswith(("_available", "_version")):
-        return lambda *args, **kwargs: False  # instep does not support the package or device in the name
+        return lambda *args, **kwargs: False  # False, since instep does not support what the name asks for
     if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):
-        return name.startswith("_TORCH_GREATER")  # instep needs a newer torch than the versions in these names
+        # instep needs a newer torch than all versions in these names, so only "greater" is true
+        return name.startswith("_TORCH_GREATER")
     return None
 
 
 def silently(key: str, text: str) -> None:
-    """Do not warn about an argument, since a program under `instep.compat` runs unchanged."""
+    """Ignore advice about an argument, since a program under `instep.compat` runs unchanged."""
 
 
 class _Missing(type):

@@ -1,9 +1,9 @@
 """Lightning Fabric's names for instep's classes; they replace the package `lightning` in one program.
 
 To install them, use `instep launch --as fabric script.py`, or call `install()` before the first import of lightning.
-They are `lightning.fabric`, `lightning_fabric` and `from lightning import Fabric`; names of `lightning.pytorch` come
-from `instep.compat.lightning`. Nothing is written to the disk, and an installed Lightning is not loaded. A name without
-a counterpart in instep can be imported; using it is an error that says what to do.
+The names are those of `lightning.fabric`, `lightning_fabric` and `from lightning import Fabric`; names of
+`lightning.pytorch` come from `instep.compat.lightning`. Nothing is written to the disk, and an installed Lightning is
+not loaded. A name without a counterpart in instep can be imported; using it is an error that says what to do.
 
 Example:
     >>> from instep.compat.fabric import Fabric
@@ -38,13 +38,13 @@ MODULES = frozenset(
 
 
 def command() -> tuple[str, ...]:
-    """Return the arguments with which Python runs this program again, with Fabric replaced if it is now."""
+    """Return the arguments of Python that start this program again, with Fabric replaced if it is replaced now."""
     words, flags = this_command(), len(subprocess._args_from_interpreter_flags())  # pyright: ignore
     return (*words[:flags], "-m", "instep.compat", "fabric", *words[flags:]) if _door.installed else words
 
 
 def _has(module: str) -> bool:
-    """Return True if Lightning has a module of this full name: each word of it is the last word of a known module."""
+    """Return True if a full name can be that of a module of Lightning: all parts after the first are known."""
     return all(word in MODULES or word in tables.LIGHTNING_MODULES for word in module.split(".")[1:])
 
 

@@ -32,7 +32,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, str, bytes, bool, float, int, type(None), 
 
 
 def _plain(module: nn.Module) -> Strategy:
-    """Return a plain strategy that handles the state of a module which Fabric has not set up."""
+    """Return a single-device strategy, which saves and loads the state of a module that Fabric has not set up."""
     strategy = Strategy()
     strategy.module = module
     return strategy
@@ -86,7 +86,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     except (AttributeError, TypeError, pickle.PicklingError, pickle.UnpicklingError) as error:
         odd = [f"{where} ({type(leaf).__name__})" for where, leaf in iter_leaves(state) if type(leaf) not in _PLAIN]
         such = f", not objects such as {', '.join(odd[:3])}" if odd else ""
-        # Torch's text after these words explains unsafe loading.
+        # The text of torch after these words is dropped, since it explains how to load files unsafely.
         why = str(error).splitlines()[0].partition(" This file can still")[0]
         raise UnsavableStateError(
             f"this state cannot be saved as {path}: {clean(why).rstrip(' .')}. Give tensors, plain values, and objects "
@@ -162,7 +162,7 @@ def _lazy_load(filename: Any) -> Any:
 
 
 def _load_optimizer(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy], value: Any, strict: bool) -> None:
-    if "shapes" not in value:  # the state is in torch's own form
+    if "shapes" not in value:  # an ordinary state dict of torch has no shapes
         optimizer.load_state_dict(value)
         return
     home = _home(fabric, optimizer, modules)

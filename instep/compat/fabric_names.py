@@ -1,7 +1,7 @@
-"""Names of Fabric's modules beside `Fabric`: precision, devices, strategies, loggers, seeds and throughput.
+"""Names of Fabric's modules other than `Fabric`: precision, devices, strategies, loggers, seeds and throughput.
 
-If instep has a different class under Fabric's name, the class in this file is named differently, because a
-configuration finds classes by their names.
+Subclasses of instep's precision and loggers have the prefix `Fabric` in this file, since a configuration finds a
+subclass by its name, which must be unique.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Throughput:
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Add the totals so far (`flops`: the operations since the last update).
+        """Add an update: all values are totals since the start, except `flops`, which counts from the last update.
 
         Raises:
             ValueError: a total is less than at the last update.

@@ -205,7 +205,7 @@ class Fabric:
             strategy.rebind_optimizer(optimizer)
         forward = strategy.wrap(module, optimizers) if strategy.wraps_with_optimizer else strategy.wrap(module)
         if strategy.wraps_with_optimizer:
-            self._strategy = strategy  # this copy of the strategy steps, scales and clips from now on
+            self._strategy = strategy  # from now on, steps, loss scaling and clipping use this copy
         if given is not module:
             known: Any = given
             forward = compiled_as(given, module) if forward is module else type(known)(forward, known.dynamo_ctx)
@@ -392,7 +392,7 @@ class Fabric:
 
         Raises:
             ValueError: `filter` has a key that the state does not have.
-            UnsavableStateError: an entry is not tensors and plain values, and has no state dict of them.
+            UnsavableStateError: an entry has neither tensors and plain values only, nor a state dict of them.
             CheckpointError: the file could not be written; an older file is intact.
         """
         save_state(self, Path(path), state, filter or {})
@@ -461,7 +461,7 @@ def _check_new(method: str, what: str, objects: Sequence[Any], kind: type = obje
 
 
 def _gather_with_graph(leaf: Tensor) -> Tensor:
-    from torch.distributed.nn.functional import all_gather  # imported late, since few programs ask for it
+    from torch.distributed.nn.functional import all_gather  # imported late, since few programs use it
 
     return torch.stack(all_gather(leaf))
 

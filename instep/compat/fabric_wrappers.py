@@ -88,7 +88,7 @@ class _FabricModule(nn.Module):
             own = vars(module).get("forward")
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                restore()  # the original forward is put back, since the method may call it
+                restore()  # restores the original forward, since the method may call it
                 return getattr(module, name)(*args, **kwargs)
 
             def restore() -> None:
@@ -233,7 +233,7 @@ class _FabricDataLoader:
         return {**place, "random": self._random, "now": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch of the saved state; only rank 0 takes its random state too."""
+        """Continue after the last batch of a saved state; only rank 0 also restores the saved random state."""
         if hasattr(self._dataloader, "load_state_dict"):
             self._dataloader.load_state_dict(state)
             return

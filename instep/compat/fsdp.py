@@ -40,7 +40,7 @@ class FullyShardedDataParallelPlugin(FSDPStrategy):
         self.fsdp_version, self.state_dict_type = fsdp_version, state_dict_type
         names = transformer_cls_names_to_wrap
         names = names.split(",") if isinstance(names, str) else names
-        # Accelerate passes the kind of sharding of FSDP1 in this argument.
+        # Accelerate may pass FSDP1's sharding strategy as `reshard_after_forward`.
         if not isinstance(reshard_after_forward, int | None):
             sharding_strategy, reshard_after_forward = reshard_after_forward, None
         kind = str(sharding_strategy).rpartition(".")[2].upper()
@@ -60,7 +60,7 @@ class FullyShardedDataParallelPlugin(FSDPStrategy):
             warn_user(f"FSDP({', '.join(left)}) has no effect: instep shards by torch's FSDP2")
         if kind in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
             reshard_after_forward = False
-        # A policy that is a text only names the option that is used.
+        # A text such as "TRANSFORMER_BASED_WRAP" is no policy: it says which of the other options has the policy.
         policy = None if isinstance(auto_wrap_policy, str) else auto_wrap_policy
         super().__init__(
             names or policy or min_num_params or None,
