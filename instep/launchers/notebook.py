@@ -1,7 +1,7 @@
 """Run a function as N ranks, in a notebook, a test or an interactive session.
 
-The ranks are forked, so the function may be defined in a cell. instep's agent starts and watches the ranks, as it does
-for programs.
+The ranks are forked, so the function may be defined in a cell. The same agent as in `instep launch` starts
+and watches the ranks.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _launch(
 
 def _check_unused(name: str, device: str) -> None:
     """Raise if a GPU or process group is in use, since a fork would inherit it but could not use it."""
-    torch: Any = sys.modules["torch"]  # `instep.state` has loaded torch
+    torch: Any = sys.modules["torch"]  # torch is loaded already, by `instep.state`
     module = getattr(torch, device, None)
     if device != "cpu" and module is not None and module.is_initialized():
         problem, pattern = f"{device} was used", rf"{device}|\.to\(|Trainer\(|Accelerator\(|PartialState\("
@@ -166,7 +166,7 @@ def _check_unused(name: str, device: str) -> None:
 
 
 def _cells(pattern: str) -> str:
-    """Return a sentence that names the notebook's cells with a match; "" outside of a notebook, or without a match."""
+    """Return a sentence that names the notebook's cells that match a pattern; "" if there is no such cell."""
     cells: list[str] = getattr(sys.modules["__main__"], "In", [])
     found = [
         (number, line)
@@ -174,7 +174,7 @@ def _cells(pattern: str) -> str:
         for line in cell.splitlines()
         if re.search(pattern, line)
     ]
-    # Lines of cells outside of any function's body.
+    # Lines that are not indented come first: they ran when the cell ran, unlike the body of a function.
     outer = [(number, line) for number, line in found if not line[:1].isspace()]
     named = [f"cell [{number}]: {line.strip()}" for number, line in (outer or found)[:3]]
     return f" It was probably {'; or '.join(named)}." if named else ""

@@ -89,7 +89,7 @@ class RayLauncher:
 
         Args:
             spec: the job; its `nproc * num_nodes` ranks are placed where the cluster has room. Addresses of nodes are
-                filled in.
+                set by this method.
 
         Returns:
             The exit code of the job, as for `instep.launch.engine.run`.
@@ -106,7 +106,7 @@ class RayLauncher:
             stack.enter_context(self._connected(ray))
             received = stack.enter_context(_signals())
             for times in range(spec.max_restarts + 1):
-                # The count of restarts starts at a number that no agent of an earlier placement can have reached.
+                # Each placement counts restarts from a higher number than the agents of earlier placements can reach.
                 job = {JOB_ID: name, RESTART: str(times * (spec.max_restarts + 1)), JOB_SECRET: secret.text()}
                 with self._placed(ray, spec.nproc * spec.num_nodes, received) as places:
                     agents = _agents(ray, spec, places, job, self.runtime_env)
@@ -260,7 +260,7 @@ def _signal(agents: Mapping[int, _Agent], number: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the numbers of signals to this process in the block; an ignored signal stays ignored."""
+    """Collect the signals that this process gets in the `with` block, by number; an ignored signal stays ignored."""
     received: list[int] = []
     with signals_restored(_SIGNALS) as before:
         for number, handler in before.items():

@@ -81,7 +81,7 @@ class Place:
         code = self._agent.poll()
         if code is not None:
             for pump in self._pumps:
-                pump.join(5.0)  # not forever, since a process that a rank left behind may hold the pipe open
+                pump.join(5.0)  # at most 5 s, since a process that a rank left behind may hold the pipe open
         return code, [self._printed.popleft() for _ in range(len(self._printed))]
 
     def signal(self, number: int) -> None:
@@ -93,9 +93,10 @@ class Place:
 def main(argv: Sequence[str]) -> int:
     """Run the agent of a node.
 
-    The `LaunchSpec` is read from stdin. The agent ends if the process ends whose id is the argument.
+    The `LaunchSpec` is read from stdin. The argument is the id of the parent process; if the parent ends, the agent
+    ends too.
     """
-    # Imported late, since an actor needs none of it.
+    # Imported late, since an actor needs only the standard library.
     from instep.launch.agent import run_agent
     from instep.launch.spec import LaunchSpec
 
@@ -109,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     fields["log_dir"] = None if fields["log_dir"] is None else Path(fields["log_dir"])
     with contextlib.suppress(OSError), open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    # Not `engine.run`, which would read the variables of the srun that started Ray and treat this process as a rank.
+    # `engine.run` is not used: it would read the variables of the srun that started Ray, and act as a rank.
     return run_agent(LaunchSpec(**fields))
 
 

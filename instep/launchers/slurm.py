@@ -39,7 +39,8 @@ class BatchJob:
         options: further options of sbatch, such as `"--partition=long"`.
         launch: options of `instep launch`, such as `"--precision=bf16-mixed"`.
         setup: lines of shell that run first, on the first node, such as `"module load cuda"`.
-        signal_s: seconds before the time limit at which the ranks get the signal to save; SLURM may be a minute early.
+        signal_s: seconds before the time limit at which the ranks get the signal to save; SLURM may send it a minute
+            earlier.
         requeue: whether the job is requeued after a signal to stop, and SLURM may requeue it when a node fails.
         output: path of the output, with sbatch's patterns such as `%j`.
         python: path of the Python interpreter, the same on all nodes.
