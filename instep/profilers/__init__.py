@@ -1,4 +1,4 @@
-"""Profilers, one file for each subclass of `Profiler`; a class is loaded at its first use, torch's profiler later.
+"""Profilers, one file for each subclass of `Profiler`; a class is loaded at its first use.
 
 torch's own profiler is loaded when a `PyTorchProfiler` starts.
 """

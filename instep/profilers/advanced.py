@@ -1,4 +1,4 @@
-"""`AdvancedProfiler`: measure every Python function, by action."""
+"""`AdvancedProfiler`: measure every Python function that runs in a hook, a step or another action of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instep.utils.checks import is_number, wrong
 
 
 class AdvancedProfiler(Profiler):
-    """Measures every function that is called in an action, by Python's cProfile, which slows Python code down a lot.
+    """Measures all functions called in each action (hook, step, ...) by cProfile, which slows Python code down a lot.
 
     cProfile makes only one recording at a time: if an action runs inside another action, its functions count for the
     inner action only.

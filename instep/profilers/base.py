@@ -1,4 +1,4 @@
-"""The base class of profilers, and the profiler of a Trainer that was given none."""
+"""The base class of profilers, and the profiler that measures nothing, which a Trainer has by default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_LINES = 60  # maximum number of lines of a report that are printed
 
 
 class Profiler(ABC):
-    """Base class of profilers, which measure the actions of a run: hooks, steps, waiting for data, saves, and your own.
+    """Base class of profilers, which measure actions of a run: hooks, steps, waiting for data, saves, your own blocks.
 
     `Trainer(profiler=...)` accepts a profiler. A subclass defines what happens when an action starts and stops, and
     what is reported. Every rank writes its report into the run folder, and the main process also prints its report.
@@ -164,7 +164,7 @@ class Profiler(ABC):
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
-        # With an action and an extension, the file name is unique without the kind of profiler.
+        # The kind of profiler is left out if the action and the extension make the file name unique.
         name = self._kind if action_name is None else None
         parts = (self._stage, self.filename or name, rank, action_name)
         return _UNSAFE.sub("_", "-".join(part for part in parts if part)) + extension

@@ -28,7 +28,7 @@ _BURST = 4
 _FIRST_GAP, _GROWTH, _LARGEST_GAP = 8.0, 1.05, 1_000_000.0
 
 Function = Callable[..., Any]
-# An entry has the name of a part, the name of the part around it, and the CUDA events at its start and end.
+# A timed call: name of its part of a step, name of the part around it or None, CUDA events at its start and end.
 _Timed = tuple[str, str | None, Any, Any]
 
 
@@ -177,8 +177,8 @@ class RunClock:
             if self._left:
                 given = count(1)
                 try:
-                    # `count` never gives 0, so `compress` yields every batch; the next number of `given` tells how
-                    # many batches were yielded.
+                    # `compress` yields every batch, since `given` counts from 1, and takes one number of `given` for
+                    # each batch. So the next number of `given` is one more than the number of yielded batches.
                     yield islice(compress(batches, given), self._left)
                 finally:
                     self._left -= next(given) - 1
@@ -216,7 +216,8 @@ class RunClock:
             start = time.perf_counter()
             try:
                 result = function(*args, **kwargs)
-                if event is not None:  # not done after an error, since a failed device would raise another error here
+                # after an error no event is recorded, since a failed device would raise another error
+                if event is not None:
                     self._open_events.append((part, parent, event, self._event()))
                 return result
             finally:

@@ -1,4 +1,4 @@
-"""`SimpleProfiler`: measure how long each action takes."""
+"""`SimpleProfiler`: measure how long each hook, step and other action of a run takes."""
 
 from __future__ import annotations
 
