@@ -22,10 +22,10 @@ Row = tuple[str, str, str, str]
 
 
 def code_of(folder: Path) -> dict[str, str]:
-    """Read the state of a run's code that a logger with `save_code=True` kept: commit, branch, script and patch.
+    """Read what a logger with `save_code=True` recorded about a run's code: commit, branch, script and patch.
 
     Returns:
-        Texts by name, "patch" being the last; empty if the run has no readable record of its code.
+        Texts by name, with "patch" as the last name; empty if the run has no readable record of its code.
     """
     code: dict[str, str] = {}
     with suppress(OSError, ValueError):
@@ -76,7 +76,7 @@ def metrics(one: Entry, other: Entry) -> list[Row]:
 def patches(one: dict[str, str], other: dict[str, str]) -> str:
     """Return the difference between two runs' uncommitted changes as a unified diff; "" if they are equal.
 
-    If the changes are long, the first 2,000 lines are compared, and the text says so.
+    Of long changes only the first 2,000 lines are compared, and the returned text says this.
     """
     before, after = (code.get("patch", "").splitlines() for code in (one, other))
     lines = list(difflib.unified_diff(before[:COMPARED], after[:COMPARED], "first", "second", lineterm="", n=1))

@@ -13,7 +13,7 @@ from instep.dashboard import chart
 from instep.dashboard.chart import COLOURS, shown
 from instep.runs import Curve
 
-POINTS = 200  # number of steps at which the runs of a band are compared
+POINTS = 200  # maximum number of steps at which the mean, least and greatest value of several runs are computed
 _PLAIN = 8  # maximum number of names in a legend that does not scroll
 
 
@@ -65,8 +65,8 @@ def line_of(name: str, curve: Curve, weight: float) -> PlotLine:
 def band_of(name: str, curves: Sequence[Curve], weight: float) -> PlotLine:
     """Return the mean of several runs at each step, with the least and the greatest value.
 
-    The runs are compared at up to 200 steps; between two points of a run, its value is interpolated. A run counts from
-    its first step to its last step.
+    The values are computed at up to 200 steps; between two points of a run, its value is interpolated. Before its first
+    step and after its last step, a run does not count.
     """
     every = np.unique(np.concatenate([np.asarray(curve.steps) for curve in curves]))
     steps = every if len(every) <= POINTS else np.linspace(every[0], every[-1], POINTS)

@@ -1,8 +1,8 @@
-"""Read pictures, tables and texts that a run logged, if the run's own files hold them.
+"""Read pictures, tables and texts that a run logged, if they are in files of the run folder.
 
-`JSONLinesLogger` keeps all three in `metrics.jsonl` and `media/`. `TensorBoardLogger` keeps them in its event files, a
-table as Markdown text. `CSVLogger` keeps none of them. Values that went to W&B, MLflow or another tracker are only in
-the tracker.
+`JSONLinesLogger` writes all three into `metrics.jsonl` and `media/`. `TensorBoardLogger` writes them into its event
+files, a table as Markdown text. `CSVLogger` writes none of them. Values that went to W&B, MLflow or another tracker are
+only in the tracker.
 """
 
 from __future__ import annotations

@@ -25,10 +25,11 @@ from instep.utils.untrusted_files import clean
 
 PERIOD_S = 3.0
 _GONE_S = 60.0  # seconds for which a page keeps its state after its browser has lost the connection
-_FIRST = 24  # number of runs up to which all are ticked when a page opens; of more runs, the best `_FEW` are ticked
+_FIRST = 24  # when a page opens, up to this number of runs are all ticked; of a larger number only the best `_FEW`
 _FEW = 8
 _TOLD = 4  # maximum number of runs that the summary names for each state
-_ALWAYS = 2  # rank of the column of best values, which stands beside name and state so that nobody needs to scroll
+# `Column.rank` of best values: up to this rank, columns come first in the table, so that nobody needs to scroll
+_ALWAYS = 2
 _TEXT = 300  # maximum number of characters in a cell
 _FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", "updated": "updated"}
 _STYLE = (Path(__file__).parent / "page.css").read_text()
@@ -41,8 +42,8 @@ _ON_ROWS = """e => {
     e.api.setNodesSelected({nodes: nodes.filter(node => node.data.ticked === newValue), newValue});
   if (e.api.fitted !== String(shown)) requestAnimationFrame(() => e.api.autoSizeAllColumns());
   e.api.fitted = String(shown);
-}"""  # column widths that a user has set stay while only values change
-_GRID = {  # the browser runs keys that begin with ":" as code, so none of these keys contains text of a run
+}"""  # while only values change, the columns keep the widths that a user has set
+_GRID = {  # the browser runs the value of a key that begins with ":" as code, so no such value has text of runs
     "columnDefs": [],
     "rowData": [],
     ":getRowId": "p => p.data.id",

@@ -23,7 +23,7 @@ from instep.sweeps.source import Sweep, SweepTable, by_group
 from instep.utils.untrusted_files import clean
 
 MOST_DRAWN, _MOST_METRICS = 50, 4
-_ALONE = ""  # means that no hyperparameter is chosen, so that each run has its own line
+_ALONE = ""  # choice of no hyperparameter to group runs by, so that each run has its own line
 _SEEDS = ("seed", "random_seed", "random_state")
 
 
@@ -34,7 +34,7 @@ class Desk:
     Args:
         source: source of the runs' curves, shared by all pages.
         sweep: the runs and their table, shared by all pages.
-        may_write: whether this browser has the token.
+        may_write: whether this browser has the dashboard's token, and so may change labels.
         changed: function that is called after a label was written.
         view: the table that the page shows.
         chosen: the runs that are ticked in the table.
@@ -75,7 +75,7 @@ class SweepPanel:
         """Read the values that the panel shows, and draw what has changed."""
 
     def stop(self) -> None:
-        """Stop drawing values that are being read, since another panel replaces this panel."""
+        """Prevent values that a thread still reads from being drawn, because another panel replaces this panel."""
         self._turn += 1
 
     async def _read(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -100,7 +100,7 @@ class SweepPanel:
 
 
 def _marks(entries: Sequence[Entry]) -> list[Any]:
-    """Return a value that changes when runs change; metrics are not part of it, since nan is unequal to itself."""
+    """Return a value that changes when runs change; it has no metrics, since a metric of nan is unequal to itself."""
     return [(entry.run.folder, entry.run.stamp, entry.run.status.state, entry.name) for entry in entries]
 
 
@@ -115,7 +115,7 @@ def _draw(plot: ui.echart, options: dict[str, Any]) -> None:
 
 
 class Curves(SweepPanel):
-    """Panel with curves of the chosen runs, each run alone or as bands over a hyperparameter such as the seed."""
+    """Panel with curves of the chosen runs: a line per run, or a band per group of runs that differ only in a seed."""
 
     def build(self) -> None:
         self._kept: dict[Path, tuple[Any, dict[str, Curve]]] = {}
@@ -145,10 +145,10 @@ class Curves(SweepPanel):
             curves.draw(self._plot, self._empty, found, bool(self._log.value))
 
     def _curves(self, entry: Entry, names: list[str]) -> tuple[Any, dict[str, Curve]]:
-        """Return curves of a run; read them only if its files changed, since the source may not keep so many runs.
+        """Return curves of a run, which are read only if its files changed; the panel keeps them for all chosen runs.
 
         Returns:
-            A value that is unchanged while the files are, and the curves by name.
+            A value that changes only when the files change; and the curves, by name.
         """
         mark, kept = (entry.run.stamp, names), self._kept.get(entry.run.folder)
         if kept is not None and kept[0] == mark:
@@ -198,13 +198,13 @@ class Against(SweepPanel):
 
 
 class _OfRuns(SweepPanel):
-    """Base of the panels that show one or two of the chosen runs."""
+    """Base of the panels that show one or two runs, which the user picks in the panel."""
 
     def _select_run(self, label: str) -> ui.select:
         return self._select(label, with_input=True).classes("run-pick")
 
     def _offer_runs(self, *selects: ui.select) -> list[Entry]:
-        """Offer the chosen runs, or all runs of the table if none is chosen; return the picked runs."""
+        """Offer the ticked runs, or the table's first runs if none is ticked; return the runs picked in this panel."""
         runs = {str(entry.run.folder): entry for entry in self.desk.chosen or self.desk.view.table.entries[:MOST_DRAWN]}
         names, order = {key: clean(entry.name, "") for key, entry in runs.items()}, list(runs)
         for number, select in enumerate(selects):
@@ -213,7 +213,7 @@ class _OfRuns(SweepPanel):
 
 
 class Beside(_OfRuns):
-    """Panel that compares two runs: their settings, code, metrics and a curve of both."""
+    """Panel that compares two runs: their settings, code and metrics, and the curves of one metric."""
 
     def build(self) -> None:
         with box("controls"):
@@ -316,7 +316,7 @@ class Notes(_OfRuns):
             self._said.set_text("To write, open the address that `instep dashboard` printed: it has the token.")
 
     async def refresh(self) -> None:
-        # While a person types, the panel keeps its run, even if the filter hides that run.
+        # While a person types, the panel still shows the same run, even if the filter of the table hides it.
         types = self._run.value == str(self._folder) and self._given() != self._before
         if not types:
             picked = self._offer_runs(self._run)
@@ -329,11 +329,11 @@ class Notes(_OfRuns):
         self._before = values
 
     def _given(self) -> tuple[Any, ...]:
-        """Return the current contents of the fields."""
+        """Return the current contents of the input fields: name, tags, note, and whether the run is archived."""
         return *(str(each.value or "").strip() for each in self._fields[:3]), self._archived.value is True
 
     async def _write(self) -> None:
-        """Write what the user of this page changed; keep later changes from another page or the command."""
+        """Write only the fields that the user changed here, so that changes from another page or the command remain."""
         if not self.desk.may_write or self._folder is None:
             return
         pairs = zip(("name", "tags", "note", "archived"), self._given(), self._before, strict=True)

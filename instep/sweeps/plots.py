@@ -74,7 +74,7 @@ def parallel(entries: Sequence[Entry], params: Sequence[str], metric: Metric) ->
 
 
 def scatter(entries: Sequence[Entry], across: str, metric: Metric, chosen: Collection[Path]) -> dict[str, Any]:
-    """Return the options of a plot with a point for each run: across a hyperparameter or metric, up its best value."""
+    """Return the options of a plot with a point for each run: x is a hyperparameter or metric, y the best value."""
     there = [
         (entry, x, best)
         for entry in entries
@@ -115,7 +115,7 @@ def _last(entry: Entry, metric: str) -> float | None:
 def _scaled(column: Sequence[Any], few: int = 0) -> tuple[dict[str, Any], list[Any]]:
     """Choose an axis for values, and convert the values for it; numbers far apart get a logarithmic axis.
 
-    Texts stand at equal distances on the axis, and so do numbers if they have at most `few` different values.
+    Texts have equal distances on the axis; so have numbers, if at most `few` of them are different.
     """
     there = [each for each in column if each is not None]
     numbers = all(type(each) in (int, float) and math.isfinite(each) and abs(each) < 2**53 for each in there)

@@ -24,9 +24,9 @@ class Wish:
     """What the user asks the page to show.
 
     Args:
-        text: a condition, or a part of a name, tag or note.
-        sort: hyperparameter, metric or fact, as for `instep runs ls --sort`; None: the usual metric; "": the newest
-            first.
+        text: a condition such as "lr<0.1", or a part of a run's name, path, tag or note.
+        sort: name to sort by: a hyperparameter, a metric, or a property such as "state" or "step". None: the metric
+            that is shown by default; "": the newest run first.
         columns: names of hyperparameters and metrics; empty: the hyperparameters that differ, and one metric.
         archived: whether archived runs are shown too.
     """
@@ -74,7 +74,7 @@ class Sweep:
         with self._lock:
             begun = time.monotonic()
             if begun >= self._until:
-                with suppress(UsageError):  # the folder was deleted: keep its runs as they were
+                with suppress(UsageError):  # if the folder was deleted, show its runs as they were
                     self._entries = read_entries(self.folder)
                 now = time.monotonic()
                 self._until = now + max(FRESH_S, SHARE * (now - begun))
@@ -86,7 +86,7 @@ class Sweep:
             self._until = -1.0
 
     def view(self, wish: Wish) -> SweepTable:
-        """Make the table that a user asked for.
+        """Make the table of runs that a user asked for.
 
         Raises:
             UsageError: no run has a name that the condition asks for.
@@ -134,15 +134,15 @@ def by_group(entries: Sequence[Entry], over: str) -> dict[str, list[Entry]]:
     for group in groups.values():
         params = group[0].params
         said = " ".join(f"{naming.short(key, keys)}={naming.value(params[key])}" for key in keys if key in params)
-        # two groups may have the same text, so a number is added
+        # a number is added if another group has the same name
         named[f"{said} #{len(named) + 1}" if said in named else said or "all"] = group
     return named
 
 
 def means(entries: Sequence[Entry], metric: Metric, over: str) -> list[tuple[str, float, float, float, int]]:
-    """Return name, mean, least, greatest and number of best values for each group over a hyperparameter, best first.
+    """Return name, mean, least, greatest and number of best values for each group of `by_group`, the best mean first.
 
-    Only finished runs with a best value count; a run that ended with nan has none.
+    Only finished runs that have a best value of the metric count.
     """
     rows = []
     for name, group in by_group(entries, over).items():
