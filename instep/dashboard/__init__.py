@@ -4,7 +4,7 @@
   depend on the page's content.
 - `server`: binds the address, prints it, and serves until Ctrl-C.
 - `source`: the data that all open pages share: the runs, and the readers of their curves.
-- `page`, `details`, `chart`: the page, on NiceGUI, which only these modules load.
+- `page`, `details`, `chart`: the page, made with NiceGUI.
 
 Text in a run folder is not trusted. The page shows it as text only: never as HTML, as a prop written in a string, or as
 the key of a chart's option. What a browser sends never becomes part of a path.

@@ -1,6 +1,6 @@
 """Turn the curves of runs into the options of an ECharts plot.
 
-Only this module sets the keys, since the browser runs a key that begins with ":" as code.
+Only this module sets the keys of the options, since the browser runs the value of a key that begins with ":" as code.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def options(
 def shown(text: str) -> str:
     """Return untrusted text in a form that ECharts may draw, with added characters that are invisible.
 
-    ECharts caches the widths of texts by name, and would take an inherited name such as `__proto__` for an entry. In
-    a tooltip, `{` may begin a style.
+    The added characters prevent two errors: a text such as `__proto__` breaks ECharts' cache of text widths, which is a
+    JavaScript object with texts as keys; and in a tooltip, `{` may begin a style.
     """
     return clean(text, "").replace("{", "{\u200b") + "\u200b"
 

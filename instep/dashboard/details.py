@@ -24,7 +24,8 @@ from instep.runs.folder import tail
 from instep.runs.ranks import read_paces
 from instep.utils.untrusted_files import clean
 
-_LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # upper limits, since a stranger's run folder may have more
+# upper limits of what is shown, since the run folder of another user may have much more
+_LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 _DEVICE = ("DeviceStatsMonitor.", "ThroughputMonitor.", "system/")
 _HARDWARE = 6  # maximum number of plots of a run's hardware values; one GPU may have a hundred values

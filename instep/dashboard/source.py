@@ -58,7 +58,7 @@ class Source:
         """Return the runs, the newest first."""
         with self._lock:
             if time.monotonic() - self._searched >= FRESH_S:
-                with suppress(UsageError):  # the folder was deleted: keep its runs as they were
+                with suppress(UsageError):  # if the folder was deleted, show its runs as they were
                     self._runs = find_runs(self.folder, self._runs)
                 self._searched = time.monotonic()
             return self._runs
