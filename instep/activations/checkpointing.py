@@ -39,8 +39,8 @@ class ActivationCheckpointing(Callback):
             draws random numbers always runs again.
         context_fn: used instead of `save`; a function as for `torch.utils.checkpoint.checkpoint`.
         memory_budget: used instead of all other arguments, for a compiled module: the share of the activations that the
-            compiler may keep, from 0.0 (the inputs of each graph) to 1.0 (all). The compiler chooses what runs again by
-            cost.
+            compiler may keep, from 0.0 (the inputs of each graph) to 1.0 (all). The compiler chooses the
+            operations that run again, by their cost.
 
     Raises:
         SettingError: a setting is wrong or contradicts another one. When training starts: no part is found, parts are
@@ -204,7 +204,7 @@ def _not_compiled(budget: float) -> UsageError:
 
 
 def recomputed(subject: Any, words: Sequence[str]) -> Any:
-    """Return the subject of a memory estimate with recomputation in its module, as `from_words` reads it from words."""
+    """Return a copy of a memory estimate's subject whose module recomputes activations; `words` as in `from_words`."""
     checkpointing = from_words(words)
 
     def make() -> nn.Module:

@@ -62,7 +62,7 @@ def _keeping(saved: frozenset[Any]) -> ContextFunction:
 
 
 def _operators(room: str, names: Sequence[str]) -> frozenset[Any]:
-    """Return those operators with these names that the installed torch has."""
+    """Return the operators with these names; a name that the installed torch does not have is left out."""
     found = (getattr(getattr(torch.ops, room), name, None) for name in names)
     return frozenset(each.default for each in found if each is not None)
 
@@ -73,7 +73,7 @@ def _choose(saved: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) -
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operator draws random numbers; if it did not run again, later draws would differ."""
+    """Return True if an operator draws random numbers; it must run again, or later random numbers would differ."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     names = [argument.name for argument in op._schema.arguments]
@@ -138,14 +138,15 @@ def _forward(
     if not torch.compiler.is_compiling():
         norms = [each for each in part.modules() if isinstance(each, _NormBase) and each.track_running_stats]
         powers = list(_powers_of(part))
-        if norms or powers:  # only in eager code, since in compiled code the second forward changes no buffer
+        # compiled code does not come here, since its second forward changes no buffer
+        if norms or powers:
             context_fn = partial(_contexts, norms, powers, context_fn or noop_context_fn)
     elif context_fn is None and any(hasattr(parameter, "device_mesh") for parameter in part.parameters()):
         # With a device mesh and a random generator, torch 2.13 saves results in the wrong order, so attention runs only
         # once.
         context_fn = _keeping(_operators("aten", _ATTENTION))
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
-    if kwargs:  # `partial` is needed even without options, since an argument may have the name of an option
+    if kwargs:  # these go through `partial`, since one of them may have the name of an option of `checkpoint`
         own = partial(own, **kwargs)
     return checkpoint(own, *args, use_reentrant=False, **options)
 
@@ -161,7 +162,7 @@ def _powers_of(part: nn.Module) -> Iterator[_Power]:
 
 
 class _BuffersKept:
-    """Contexts of both forwards of a part: the second changes no buffer; its spectral norms use the first's vectors."""
+    """Contexts of both forwards: the second changes no buffer, and its spectral norms use the vectors of the first."""
 
     def __init__(self, norms: Sequence[_NormBase], powers: Sequence[_Power], context_fn: ContextFunction) -> None:
         self._norms, self._powers = norms, powers
