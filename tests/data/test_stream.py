@@ -458,8 +458,10 @@ def test_a_position_in_a_stream_that_is_not_divided_is_of_its_world_and_a_state_
     state = source.state_dict(2)
     with pytest.raises(DataError, match=r"by rank 0 of 4; this is rank 0 of 1"):
         source.load_state_dict({**state, "world_size": 4})
-    for anywhere in ({"batches": 0}, {"finished": True}):
-        source.load_state_dict({**state, "world_size": 4, **anywhere})
+    source.load_state_dict({**state, "world_size": 4, "batches": 0})
+    other = prepare_loader(DataLoader(type(data)(11), batch_size=2), streams="as_is")
+    other.load_state_dict({**state, "world_size": 4, "finished": True})
+    assert [len(run(other)) for _ in range(2)] == [0, 6], "the next epoch is whole"
     if isinstance(data, Stateful):
         with pytest.raises(DataError, match=r"by rank 1 of 1; this is rank 0 of 1"):
             source.load_state_dict({**state, "rank": 1})

@@ -187,6 +187,9 @@ def test_a_step_of_any_arguments_gets_a_dataloader_idx_only_with_several_loaders
         def test_step(self, batch: Any, *rest: Any) -> None:
             seen.append(("test", 1 + len(rest)))
 
+        def on_test_batch_start(self, batch: Any, batch_idx: int, mine: int = 7) -> None:
+            seen.append(("ready", mine))
+
         def predict_step(self, batch: Any, batch_idx: int, mine: int = 7) -> None:
             seen.append(("predict", mine))
 
@@ -201,10 +204,11 @@ def test_a_step_of_any_arguments_gets_a_dataloader_idx_only_with_several_loaders
         trainer.validate(module, loaders, verbose=False)
         trainer.test(module, loaders, verbose=False)
         trainer.predict(module, loaders)
-    one = [("validate", 2), ("test", 2), ("before", 0), ("predict", 7), ("after", 0)]
+    one = [("validate", 2), ("ready", 7), ("test", 2), ("before", 0), ("predict", 7), ("after", 0)]
     predicted = [(what, idx) for idx in (0, 1) for what in ("before", "predict", "after")]
     predicted[-1] = ("after", 0)  # it takes no index of a loader
-    assert seen == [*one, *[("validate", 3)] * 2, *[("test", 3)] * 2, *predicted]
+    tested = [("ready", 0), ("test", 3), ("ready", 1), ("test", 3)]
+    assert seen == [*one, *[("validate", 3)] * 2, *tested, *predicted]
 
 
 @pytest.mark.parametrize(
