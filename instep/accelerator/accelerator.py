@@ -139,7 +139,7 @@ class Accelerator(ProcessMethods):
         dataloader_config: DataLoaderConfiguration | None = None,
         strategy: str | Strategy | None = None,
         parallelism_config: ParallelismConfig | None = None,
-        # named as in torch.compile, although it hides the builtin
+        # this argument is named as in torch, although the name hides the builtin `compile`
         compile: str | bool | CompileConfig | dict[str, Any] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
@@ -184,13 +184,13 @@ class Accelerator(ProcessMethods):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         if read_environment().launcher != "none":
-            # imported late: only a process of a launcher needs it
+            # imported late: used only in processes that a launcher started
             from instep.health.error_report import report_failures
 
             report_failures()
         group = self._handlers.get(InitProcessGroupKwargs)
         process = self._process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
-        # These values are kept for the time after end_training(), when the process state is gone.
+        # Keep device, rank and world size, since the process state is gone after end_training().
         self._device, self._distributed_type = process.device, process.distributed_type
         self._rank, self._local_rank = process.process_index, process.local_process_index
         self._world_size = process.num_processes
@@ -315,7 +315,7 @@ class Accelerator(ProcessMethods):
             The prepared objects in the given order, as a tuple; a single object is returned by itself.
 
         Raises:
-            SettingError: two models have the same name, the number of placements is not that of the objects, or an
+            SettingError: two models have the same name, `device_placement` does not have one value per object, or an
                 object is a class.
 
         Example:
@@ -355,10 +355,11 @@ class Accelerator(ProcessMethods):
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Prepare an optimizer, so that it steps only at the ends of windows. Collective.
 
-        From this call on, ranks draw different random numbers, as with the Trainer; rank 0 keeps the user's stream.
+        From this call on, ranks draw different random numbers, as with the Trainer; only rank 0 keeps the
+        state of the user's random generators.
 
         Args:
-            optimizer: an optimizer of parameters of prepared models, or of others.
+            optimizer: an optimizer, whose parameters may belong to prepared models or to other models.
         """
         return self._prepared.prepare_optimizer(optimizer)
 
@@ -370,7 +371,7 @@ class Accelerator(ProcessMethods):
         Args:
             loader: a DataLoader, or any other iterable of batches.
             device_placement: whether batches are moved to the device; None for the Accelerator's setting.
-            name: name in checkpoints; by default that of the loader's data set.
+            name: name in checkpoints; by default a name made from the loader's data set.
 
         Raises:
             SettingError: another prepared loader has that name.
@@ -444,9 +445,9 @@ class Accelerator(ProcessMethods):
 
         Args:
             loss: 0-dim floating tensor: the mean over this rank's micro-batch.
-            num_items: number of items (such as tokens) over which the loss is a mean. With it, the window's gradient is
-                that of the mean over all items of all micro-batches and ranks, as of one big batch; items of a batch
-                that a rank repeats do not count. Without it, samples are counted.
+            num_items: number of items (such as tokens) over which the loss is a mean. The window's gradient is then
+                that of the mean over all items of all micro-batches and ranks, as if they were one big batch; items of
+                a batch that a rank repeats do not count. None: each loss is weighed by the micro-batch's samples.
             kwargs: passed to `Tensor.backward`.
 
         Raises:
@@ -461,7 +462,7 @@ class Accelerator(ProcessMethods):
                 "forward gave, without .item() or float()"
             )
         if not loss.requires_grad:
-            from instep.utils.trainable import why_no_graph  # imported late: only an error needs it
+            from instep.utils.trainable import why_no_graph  # imported late: used only for an error
 
             optimized = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
             why = why_no_graph(self._prepared.models.values(), optimized)
@@ -478,7 +479,7 @@ class Accelerator(ProcessMethods):
                 optimizer.hold_gradients()
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by the scaler's factor, and correct them for the accumulation window, before they are read.
+        """Remove the scaler's factor from gradients and correct them for the accumulation window, before you read them.
 
         Args:
             optimizer: the optimizer or optimizers whose gradients are divided; default: all prepared ones.
@@ -537,7 +538,7 @@ class Accelerator(ProcessMethods):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[nn.Module]) -> Iterator[None]:
-        """Make ranks that have no batch left wait for the other ranks, with `even_batches=False`. Collective.
+        """With `even_batches=False`, make ranks that have no batch left wait for the other ranks. Collective.
 
         At the end of the block, all ranks get the weights, optimizers and schedulers of a rank that took the most
         steps.
@@ -583,9 +584,9 @@ class Accelerator(ProcessMethods):
 
         Args:
             hook: `hook(models, weights, folder)`: the unwrapped models, a list of their state dicts, and the folder
-                that becomes the checkpoint. The hook may change or replace state dicts, or remove them from the list;
-                then they are not written. Files that the hook writes into the folder, each from one rank, become part
-                of the checkpoint. The hook must not wait for other ranks.
+                that becomes the checkpoint. The hook may change or replace state dicts. A state dict that the hook
+                removes from the list is not written. Files that the hook writes into the folder, each from one rank,
+                become part of the checkpoint. The hook must not wait for other ranks.
 
         Returns:
             The handle of the hook: `handle.remove()` removes it.
@@ -666,14 +667,14 @@ class Accelerator(ProcessMethods):
     def load_state(self, input_dir: Location | None = None, resume: Resume | None = None, **unknown: Any) -> Path:
         """Load what `save_state` saved into the prepared and registered objects. Collective.
 
-        The next pass of a loader goes on after the last batch that was done. Random generators are restored too, so
-        with the same number of processes the run continues bit for bit.
+        The next pass of a loader continues after the last batch that was finished at the save. Random generators are
+        restored too, so with the same number of processes the run continues bit for bit.
 
         Args:
             input_dir: the folder, with or without `-<attempt>`, or `checkpoint_<number>` of an automatically named
                 state; default: the newest state of the project that verifies.
-            resume: which parts to load; None for all. In it, `callbacks` means the registered objects, and `position`
-                means the step, the loaders and the random generators.
+            resume: which parts to load; None for all. The part `callbacks` means the registered objects, and the part
+                `position` means the step, the loaders and the random generators.
             **unknown: other arguments, which raise an error.
 
         Returns:
@@ -764,8 +765,8 @@ class Accelerator(ProcessMethods):
             one row per rank that has samples.
 
         Raises:
-            DataError: with `per_sample`, a tensor has another number of rows than the batch has samples. A tensor with
-                the rows of a full batch of the loader is cut instead.
+            DataError: with `per_sample`, a tensor does not have one row per sample of the batch. A tensor that has as
+                many rows as a full batch of the loader is cut instead.
         """
         loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
         share, size = (Share(), None) if loader is None else (loader.source.share, loader.batch_size)
@@ -902,7 +903,7 @@ class Accelerator(ProcessMethods):
             One None for each object.
         """
         self._prepared.end()
-        if self._states.pending is None:  # a save that is still running needs the folders
+        if self._states.pending is None:  # a save that is still running must keep the lease of its folder
             self._states.release()
         clear_device_cache(garbage_collection=True)
         return (None,) * len(objects)
@@ -912,7 +913,7 @@ class Accelerator(ProcessMethods):
     def end_training(self) -> None:
         """Close the loggers, end the run and leave the process group. Collective; may be called twice."""
         self._trackers.finish()
-        if is_held():  # skip this in a second call, when the process group is gone
+        if is_held():  # a second call cannot wait for the other ranks, since the process group is gone
             self.wait_for_everyone("end_training")
         self.wait_for_saves()
         self._states.close()

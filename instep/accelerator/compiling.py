@@ -58,14 +58,14 @@ class TorchDynamoPlugin:
 
 
 def compile_asked_for(
-    compile: Any,  # named as in torch.compile, although it hides the builtin
+    compile: Any,  # named as in torch, although the name hides the builtin `compile`
     plugin: TorchDynamoPlugin | None,
     backend: str | None,
 ) -> CompileConfig | None:
     """Return the options with which models are compiled; None if models are not compiled.
 
     Raises:
-        SettingError: more than one argument is given, or the whole step is to be compiled.
+        SettingError: more than one argument is given, or `compile` asks to compile the whole training step.
     """
     given = {"compile": compile, "dynamo_plugin": plugin, "dynamo_backend": backend}
     names = [name for name, value in given.items() if value is not None]

@@ -39,7 +39,7 @@ def _time(value: timedelta | float) -> timedelta:
 
 
 def _backends() -> set[str]:
-    """Collect the names of torch's communication backends and of those for the devices that instep supports."""
+    """Collect the names of torch's communication backends, and the backends of the devices that instep supports."""
     ours = {kind.backend for kind in KINDS.values() if kind.backend is not None}
     return ours | set(getattr(torch.distributed.Backend, "backend_list", ()))
 
@@ -127,7 +127,7 @@ class AutocastKwargs(KwargsHandler):
 
 
 class DDPCommunicationHookType(Word):
-    """Ways to communicate DDP's gradients, with Accelerate's names. Each value equals its text."""
+    """Ways to communicate DDP's gradients, with Accelerate's names. Each member equals its string."""
 
     NO = "no"
     FP16 = "fp16"
@@ -280,8 +280,8 @@ class GradientAccumulationPlugin:
         num_steps: micro-batches per accumulation window.
         adjust_scheduler: whether the schedule counts batches. If True, the scheduler steps once for every batch of the
             window at each optimizer step. False: one scheduler step per optimizer step.
-        sync_with_dataloader: whether a window ends with its loader, full or not. False: the next epoch continues the
-            window, and each batch counts as one of a full window.
+        sync_with_dataloader: whether an epoch's last window ends with the epoch, full or not. False: the next epoch
+            continues this window, and each batch is weighed as in a full window.
         sync_each_batch: whether to reduce gradients at every backward, which needs more communication and, with
             sharding, less memory.
 
@@ -308,14 +308,14 @@ class ProjectConfiguration:
     """Settings of an Accelerator's folders, and of how many checkpoints it keeps.
 
     Args:
-        project_dir: folder of checkpoints. None: the Accelerator's `project_dir`; without that, only folders that a
-            call names.
+        project_dir: folder of checkpoints. None: the Accelerator's `project_dir`; if that is None too, each save
+            or load must name a folder.
         logging_dir: folder of loggers; None takes `project_dir`.
         automatic_checkpoint_naming: whether `save_state()` without a folder saves into a numbered folder below
             `project_dir`.
         total_limit: how many of the newest checkpoints to keep; None keeps all.
-        iteration: number of the next automatically named state, with which `load_state(".../checkpoint_<number>")`
-            finds it.
+        iteration: number of the next automatically named state. `load_state(".../checkpoint_<number>")` finds a
+            state by its number.
 
     Raises:
         SettingError: a value is wrong.

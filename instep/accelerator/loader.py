@@ -83,7 +83,8 @@ class AcceleratedLoader:
         self._non_blocking = non_blocking
         self._restore_position = restore_position
         self._next_epoch = 0
-        # saved number of finished batches minus `first_batch`, since another number of ranks counts batches differently
+        # number of finished batches in the loaded state, minus the source's number of them: not 0 if another number of
+        # ranks, whose batches have other sizes, saved the state
         self._others = 0
         self._pass: object = None  # identifies the running pass: an iterator of an older pass raises an error
         # position that `load_state` restored; None once the script has used a batch
@@ -137,9 +138,9 @@ class AcceleratedLoader:
         return self.passes_from(None)
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
-        """Yield the batches of one pass, beginning after this number of batches of the epoch.
+        """Yield the batches of one pass, without the first `batches` batches of the epoch.
 
-        With None, the pass begins at a restored position, or else at the epoch's beginning.
+        If `batches` is None, the pass begins at a restored position, or else at the epoch's beginning.
         """
         gradient = self._gradient
         place = self._begin(batches)
@@ -273,7 +274,7 @@ class AcceleratedLoader:
 
     @property
     def most_kept(self) -> int:
-        """Largest number of batches to keep, as long as the script may still skip the finished batches itself."""
+        """Largest number of batches that a pass keeps or records before the script has used one of them."""
         return most_kept(self._gradient.num_steps, self._held)
 
     # ---- checkpoints
@@ -347,7 +348,7 @@ class AcceleratedLoader:
             self._restored = None
 
     def forget_beginning(self) -> None:
-        """Drop a restored position at an epoch's beginning, if no pass over this loader runs."""
+        """Drop the restored position if it is the beginning of an epoch and no pass over this loader is running."""
         if self._pass is None and self._restored is not None and self._restored.state["source"] is None:
             self._restored = None
 
@@ -360,7 +361,7 @@ class AcceleratedLoader:
         return _itself, (self.source.loader,)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source":  # the attribute is not set yet while the object is being copied
+        if name == "source":  # while this object is being copied, `source` is not set yet
             raise AttributeError(name)
         return getattr(self.source.loader, name)
 
@@ -390,7 +391,7 @@ class _WithoutFirst:
         return max(0, len(self.inner) - self.num_batches)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # the attribute is not set yet while the object is being copied
+        if name == "inner":  # while this object is being copied, `inner` is not set yet
             raise AttributeError(name)
         return getattr(self.inner, name)
 

@@ -16,9 +16,9 @@ _MOST_TEXTS = 1000
 
 
 def known_place() -> tuple[ProcessEnvironment, bool]:
-    """Return this process's environment, and whether it comes from an existing process state.
+    """Return this process's `ProcessEnvironment` (rank, world size ...), and whether a process state has it.
 
-    Without a process state, the environment is read from the launcher's variables. No state is created.
+    Without a process state, it is read from the launcher's environment variables, and no state is created.
     """
     joined = process.is_held()
     return process.held().environment if joined else read_environment(), joined
@@ -51,8 +51,8 @@ class RankLogger(logging.LoggerAdapter):
 
         Args:
             level: a number of `logging`.
-            msg: the text, with places for `args`.
-            args: values for the places in the text.
+            msg: the text, with placeholders for `args`.
+            args: values of the placeholders.
             main_process_only: whether only rank 0 logs.
             in_order: whether all ranks log, in the order of their ranks.
             stacklevel: stack frame that the line is reported from: 1 is this method, 2 is its caller.

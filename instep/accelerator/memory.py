@@ -36,7 +36,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[int], int] = _halve,
 ) -> Any:
-    """Make a function run again with a smaller batch size as long as it runs out of memory.
+    """Make a function run again with a smaller batch size whenever it runs out of memory.
 
     The function gets the batch size as its first argument, and you call it without this argument. It should build its
     models, optimizers and loaders inside, so that nothing of a failed attempt is kept. All ranks use the same size: if

@@ -27,8 +27,8 @@ class ParallelismConfig:
         cp_size: number of processes that share a sequence.
 
     Raises:
-        SettingError: a size is below 1, or the layers or sequences are split and replicated, but not sharded by
-            `dp_shard_size`.
+        SettingError: a size is below 1, or `dp_replicate_size` and `tp_size` or `cp_size` are above 1 although
+            `dp_shard_size` is 1.
 
     Example:
         >>> config = ParallelismConfig(dp_shard_size=4, tp_size=2)
@@ -117,7 +117,7 @@ class ParallelismConfig:
         Returns:
             The mesh of all dimensions larger than 1; None if there is no such dimension.
         """
-        from torch.distributed import device_mesh  # imported late: only a mesh needs it
+        from torch.distributed import device_mesh  # imported late: used only for a mesh
 
         if not self.active_mesh_dims:
             return None

@@ -111,7 +111,7 @@ class PreparedRun:
     def begin(self) -> None:
         """Begin a run, and make it the active one."""
         plugin = self._accumulation
-        # strategy that steps and scales for all models, and knows which rank reads which data
+        # strategy for all models: steps optimizers, scales losses, and knows which part of the data a rank reads
         self.plain = copy.deepcopy(self._strategy)
         self.plain.connect(self.device, self.precision)
         self._active = True
@@ -144,7 +144,7 @@ class PreparedRun:
 
     @property
     def seed(self) -> int:
-        """Seed of the data's order: `data_seed`, or rank 0's torch seed when it was first needed."""
+        """Seed of the data's order: `data_seed`; if it is None, rank 0's torch seed at the first use of this value."""
         if self._seed is None:
             data_seed = self.loader_config.data_seed
             seed = torch.initial_seed() & (2**63 - 1) if data_seed is None else data_seed
@@ -196,7 +196,7 @@ class PreparedRun:
         known = self.inner(model)
         if known is not None:
             return self._wrapped[id(known)]
-        model = self._strategy.unwrap(model)  # the model may have been prepared before free_memory()
+        model = self._strategy.unwrap(model)  # remove wrappers of a `prepare` before free_memory()
         self._claim_run()
         name = name or type(without_compile(model)).__name__
         if "." in name:
@@ -231,7 +231,7 @@ class PreparedRun:
     def _wrap(self, strategy: Strategy, model: nn.Module) -> nn.Module:
         """Wrap a model that is trained.
 
-        A strategy that wraps it with its optimizer needs both in one call of `prepare`.
+        Some strategies wrap a model together with its optimizer; they need both in one call of `prepare`.
         """
         if not strategy.wraps_with_optimizer:
             return strategy.wrap(model)
@@ -272,7 +272,7 @@ class PreparedRun:
         if name is not None and any(known.name == name for known in self.dataloaders):
             raise SettingError(f"two loaders are called {name!r}; give each a name of its own", field="name", got=name)
         if isinstance(loader, AcceleratedLoader):
-            loader = loader.source.loader  # the loader was prepared before free_memory()
+            loader = loader.source.loader  # it was prepared before free_memory(), so prepare the user's loader anew
         self._claim_run()
         config, source = self.loader_config, loader
         device = self.device if (self._moves if place is None else place) else None
@@ -355,12 +355,12 @@ class PreparedRun:
                 )
 
     def _claim_run(self) -> None:
-        if not self._active:  # free_memory() or end_training() was called before
+        if not self._active:  # free_memory() or end_training() has ended the run, so begin a new one
             self.begin()
 
     @property
     def main_strategy(self) -> Strategy:
-        """Strategy of the trained model if the strategy allows only one, else the strategy of the first model.
+        """Strategy of the trained model if strategies of this kind train only one model, else that of the first model.
 
         It is used for facts that all strategies share, such as which part of the data this rank reads.
         """

@@ -86,7 +86,7 @@ class Uses:
     """Reports each use of a batch (forward, backward, step) to the passes whose batches were not used yet.
 
     Args:
-        models: function that returns the prepared models in the form that is called.
+        models: function that returns the prepared models with their wrappers, as the script calls them.
         parameters: function that returns the parameters of the prepared optimizers.
         loaders: function that returns the prepared loaders.
 
@@ -126,7 +126,7 @@ class Uses:
             active.opening.evaluates = True
 
     def forget_beginnings(self) -> None:
-        """Drop restored positions at an epoch's beginning of all loaders that are not read: the training has begun."""
+        """Drop restored positions that are the beginning of an epoch, in loaders without a running pass."""
         for loader in self._loaders():
             loader.forget_beginning()
 
@@ -185,7 +185,7 @@ class Opening:
         self._marks: list[Any] = []
         self._asked = 0  # how many batches the script has requested since the first use
         self._group = 1  # number of batches that the script got between two uses
-        # backward calls since the script got the batches of this group, counted for each group of models
+        # ids of models that are trained together -> number of their backward calls on the batches that `_group` counts
         self._backwards_of = Counter[tuple[int, ...]]()
         self._sums = False  # whether one backward covers several batches
         uses.waits = True
@@ -279,7 +279,8 @@ class Opening:
     def ahead(self) -> int:
         """Number of batches that the script holds and has not used."""
         always = self.always_ahead and not self.outlasts
-        # not known yet: decide by the previous pass, or by whether the script has used the batch that it got
+        # `always_ahead` is not known yet, so decide by whether the script has used the last batch that it got, or by
+        # the previous pass
         if always is None:
             always = self._has_used if self._asked else self._loader.reads_ahead
         if always:
@@ -297,12 +298,12 @@ class Opening:
         return self._loader.batches_done == self._loader.batch_idx + 1
 
     def _ask(self) -> bool:
-        """Record that the script requests the next batch; return True if it has used a batch before."""
+        """Record that the script requests the next batch; return True if it has already used a batch of this pass."""
         if not self.look():
             return False
         self._asked += 1
-        # a script that takes several batches at once has not used the last batch yet, while a script that reads ahead
-        # has
+        # a script that reads ahead has used a batch since it got the last one; a script that takes several batches at
+        # once has used none
         if self._asked == 2 and self.held > 1:
             self.always_ahead = self._has_used and not _is_alive(self._given[0])
         if not self._has_used:
@@ -434,7 +435,12 @@ def _ignore(module: nn.Module, args: Any) -> None:
 
 
 def most_kept(num_steps: int, held: int) -> int:
-    """Return the largest number of batches to keep, as long as the script may still skip the finished batches."""
+    """Return the largest number of batches that a pass keeps or records before the script has used one of them.
+
+    Args:
+        num_steps: number of batches in an accumulation window.
+        held: how many batches the script held when it first used one.
+    """
     return max(held, 2 * num_steps + 2)
 
 

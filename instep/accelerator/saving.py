@@ -87,10 +87,10 @@ class States(RunSaver):
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
-        # ids of this run and of the runs that it continues, by which their states are found; `load` sets it
+        # ids by which the states of this run, and of the runs that it continues, are found; `load` sets these ids
         self.line = Line()
-        # whether this run has saved or loaded a state; if so, `load` searches the newest state only among those of
-        # `line`
+        # whether this run has saved or loaded a state; if so, `load` searches the newest state only among states of the
+        # runs in `line`
         self.goes_on = False
         self.pending: PendingSave | None = None
 
@@ -202,7 +202,7 @@ def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
 
 
 def _take_up_line(states: States, reader: Reader) -> None:
-    """Continue the run that saved a state; if this run has later states, begin a new run. Collective."""
+    """Continue the run that saved the loaded state; if that run has later states too, begin a new run. Collective."""
     roots = [reader.path.parent]
     if states.project.project_dir is not None and states.project.automatic_checkpoint_naming:
         roots.append(states.store(None).root)
@@ -260,7 +260,7 @@ def _collect(
 ) -> RunState:
     """Collect this rank's state into a `RunState`.
 
-    The collective part is done before; this function must not wait for a rank.
+    Values that need a collective are passed as arguments, since this function must not wait for other ranks.
     """
     window, strategy = states.prepared.window, states.prepared.main_strategy
     loaders: dict[str, Any] = {}
@@ -357,7 +357,10 @@ def _parameters(tree: Mapping[str, Any]) -> str:
 
 
 def _schedulers(states: States, optimizers: Sequence[Optimizer | None]) -> dict[str, Any]:
-    """Return the user's schedulers by name: their class, and the indices of their optimizers in the checkpoint."""
+    """Return the user's schedulers by name.
+
+    A name has the scheduler's class, and the indices of its optimizers in the checkpoint.
+    """
     items: list[tuple[str, Any]] = []
     for known in states.prepared.schedulers:
         places = ", ".join(map(str, known.places(optimizers)))
@@ -412,9 +415,9 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
 
 
 def _places_of_another_world(states: States, saved: SavedRun) -> dict[str, Any]:
-    """Return the states of loaders that each rank has saved separately, for another number of ranks.
+    """Return the states of loaders that have a state per rank, for ranks that cannot load their own saved states.
 
-    Raise CheckpointError if a rank was within an epoch.
+    Raise CheckpointError if a rank was within an epoch at the save.
     """
     names, world_size = saved.shared["rank_loaders"], saved.shared["world_size"]
     if not names:

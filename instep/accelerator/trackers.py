@@ -20,7 +20,7 @@ _MOST_KEPT = 10_000  # largest number of records that are kept before init_track
 
 
 class LoggerType(Word):
-    """Names for `Accelerator(log_with=...)`; registered trackers have names too. Each value equals its text."""
+    """Names for `Accelerator(log_with=...)`; registered trackers have names too. Each member equals its string."""
 
     ALL = "all"
     AIM = "aim"
@@ -39,7 +39,7 @@ class LoggerType(Word):
 class GeneralTracker:
     """Base class of a tracker that gets all values of `accelerator.log`.
 
-    If they are numbers only, a `Logger` offers more. A subclass must have the attributes `name` and
+    If all values are numbers, a `Logger` offers more. A subclass must have the attributes `name` and
     `requires_logging_directory`, and the property `tracker`, which is the object that the tracker writes with. Its
     methods run only on the main process, unless `main_process_only` is False.
 
@@ -204,7 +204,7 @@ class Trackers:
                 logger = kind(**{kind.project_argument: project_name, **init_kwargs.get(item, {})})
             else:
                 logger = item
-            # Loggers with another project argument, such as wandb, separate projects themselves.
+            # A logger whose `project_argument` is not "name", such as wandb, separates projects itself.
             place = folder / project_name if type(logger).project_argument == "name" else folder
             logger.delivery.start(place, is_main=self._is_main)
             self._started[name] = logger

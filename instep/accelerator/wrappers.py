@@ -303,7 +303,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._gradient = gradient
         self._window = window
         self._open = False  # whether the optimizer holds gradients of an unfinished window
-        # whether its gradients were already used in a step, so that zero_grad may drop them at any time
+        # whether the optimizer has stepped with the gradients that it holds, so that zero_grad may drop them now
         self._stepped = False
         self._refused = False  # whether zero_grad was called while the window was open
         self._corrected = False
@@ -466,7 +466,7 @@ class AcceleratedScheduler:
         return [prepared for prepared in self._optimizers if prepared.optimizer is owner] or self._optimizers
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # the attribute is not set yet while the object is being copied
+        if name == "scheduler":  # while this object is being copied, `scheduler` is not set yet
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
