@@ -11,10 +11,10 @@ from instep.data.plan import Plan, Share
 from instep.types import StateDict
 
 UNEVEN = ("stop", "join", "error")
-_LISTED = 16  # largest number of samples of a batch that a message lists
-UNKNOWN = -1  # number of samples of a batch that was not counted
+_LISTED = 16  # largest number of sample indices in an error message
+UNKNOWN = -1  # stands for the number of samples of a batch that was not counted
 _KEPT = 1024  # number of batches, in addition to the longest window, whose numbers of samples are remembered
-OWN_END = "own end"  # value of `uneven`: each rank ends with its own data, without an agreement (`even_batches=False`)
+OWN_END = "own end"  # value of `uneven` for `even_batches=False`: each rank ends when its own data ends
 
 
 class BatchSource(ABC):
@@ -36,7 +36,7 @@ class BatchSource(ABC):
         rank_state: whether the state differs per rank, so that it fits only the same world size.
         history: number of latest batches for which `state_dict` can be called. From 2 on, the numbers of samples of
             yielded batches are remembered too, to weigh the batches of a window. Set it to the window's size before a
-            pass. It matters only for data whose sizes are not known beforehand, or that has its own state.
+            pass. `history` matters only if sizes of batches are not known beforehand, or if the data has its own state.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -63,7 +63,7 @@ class BatchSource(ABC):
         self.first_batch = 0
         self.epoch = 0
         self.cycle = 0
-        self._given = 0  # batches of the epoch yielded so far, if they are counted
+        self._given = 0  # batches of the epoch yielded so far, in sources that count them
         self._seen = array("q")  # samples of all ranks in each of the last batches, or UNKNOWN
         self._pending = False  # whether a position was loaded that no pass has used yet
         self._plan: Plan | None = None  # plan of the pass that begins at the current position
@@ -125,7 +125,7 @@ class BatchSource(ABC):
         return self.num_batches
 
     def __bool__(self) -> bool:
-        return True  # always true, since the length may be unknown
+        return True  # without this method, bool() would call __len__, which raises if the length is unknown
 
     @property
     def reads_once(self) -> bool:
@@ -165,7 +165,7 @@ class BatchSource(ABC):
     def _seen_between(self, start: int, stop: int) -> Sequence[int]:
         """Return the numbers of samples of yielded batches, for `Plan.sizes_seen`.
 
-        An unknown number is replaced by the number of the first batch.
+        The result is empty if the first batch's number is unknown; that number replaces unknown ones of later batches.
         """
         first = self._given - len(self._seen)
         seen = self._seen[start - first : stop - first] if start >= first else ()
@@ -179,7 +179,7 @@ class DataShard(NamedTuple):
 
     Attributes:
         rank: this rank.
-        world_size: number of ranks that run in step.
+        world_size: number of ranks that share the data.
         seed: seed of all random numbers for the data, the same on all ranks.
     """
 

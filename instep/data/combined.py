@@ -31,7 +31,7 @@ class _Track:
         run_end: combined batches done when the loader's run ended; None while the run goes on.
         ended_at: combined batches done when the loader was first exhausted; None if it was not.
         cycle: how often the loader was restarted.
-        before: states of the loader near the end of its previous run, by combined batches done.
+        before: states of the loader at the last batches of its previous run; the key is the combined batches done.
     """
 
     def __init__(self, source: BatchSource) -> None:
@@ -66,7 +66,7 @@ class CombinedLoader(BatchSource):
     """Batches of several loaders together: a dict of loaders yields dicts of batches, a list of loaders lists.
 
     The Trainer prepares the loaders for their ranks. If you iterate a `CombinedLoader` yourself, they are prepared as
-    for one process. Ranks and batches of an optimizer window are weighed by the samples of all loaders together.
+    for one process. Ranks, and the batches of an optimizer window, are weighed by the samples of all loaders together.
 
     Args:
         iterables: loaders in dicts, lists and tuples at any depth. A list of plain numbers or texts is itself a loader,
@@ -78,7 +78,7 @@ class CombinedLoader(BatchSource):
     Attributes:
         flattened: the user's loaders, as a list.
         limits: largest number of batches of each loader: one number for all, a list with one for each, or None. The
-            pass is as long as with loaders of these lengths. In mode "sequential" the pass goes on to the next loader.
+            pass is as long as with loaders of these lengths. In mode "sequential" each loader ends at its limit.
             Limits of the Trainer apply too.
 
     Raises:
@@ -110,7 +110,7 @@ class CombinedLoader(BatchSource):
         self._finished = False
 
     def map(self, function: Callable[[Any], BatchSource]) -> CombinedLoader:
-        """Return the same combination of other loaders, which `function` makes from the loaders, such as prepared ones.
+        """Return the same combination with `function(loader)`, such as a prepared loader, in place of each loader.
 
         Each loader after the first gets a seed of its own, so that two loaders of equal length are shuffled
         differently.
@@ -292,7 +292,7 @@ class CombinedLoader(BatchSource):
         self._resume_at(batches)
 
     def _inner_cycle(self, track: _Track) -> int:
-        # the numbers also differ for a CombinedLoader inside another one, where both are restarted
+        # in a CombinedLoader inside another one, both cycles change, and each pair of them must give another number
         return self.cycle * 1_000_003 + track.cycle
 
     def _resume_at(self, batches: int) -> None:
@@ -401,7 +401,7 @@ class CombinedLoader(BatchSource):
         try:
             yield from self._one_by_one() if self.mode == "sequential" else self._side_by_side()
         except Exception:
-            self.close()  # this also ends the passes of the other loaders
+            self.close()  # close() also ends the passes of loaders that raised no error
             raise
 
     def _side_by_side(self) -> Iterator[Any]:
@@ -516,7 +516,7 @@ def _left(track: _Track) -> int | None:
 def _counted(source: BatchSource, batch: Any) -> Share:
     """Return the share (numbers of samples) of one loader's part of a batch.
 
-    A single rank counts the samples if necessary.
+    If the loader does not know its numbers and there is only one rank, the samples of the batch are counted.
     """
     share = source.share
     if share.mine is not None or source.world_size > 1:

@@ -75,8 +75,8 @@ class DispatchLoader(PreparedLoader):
 
     Args:
         loader: the user's loader.
-        make_reader: function that makes the source of batches that process 0 reads, as a single process would; called
-            only on process 0.
+        make_reader: function that makes the source that process 0 reads, prepared as for a single process; called only
+            on process 0.
         shard: the rank whose batches these are.
         batch_size: samples per rank and batch; None if unknown.
         whole: whether ranks get whole batches instead of slices.

@@ -270,7 +270,7 @@ class IndexLoader(PreparedLoader):
                 yield next(batches)
         except Exception as error:
             self._name_batch(error, started)
-            from instep.data.read_errors import explain  # imported late: only an error needs it
+            from instep.data.read_errors import explain  # imported late: used only for an error
 
             cause = explain(error, started)
             if started is self._started:
@@ -344,7 +344,7 @@ class IndexLoader(PreparedLoader):
         return rebuild(
             self.loader,
             dataset=SeededDataset(self.dataset, restore=False),
-            generator=self._generator,  # without this, starting the iterator would draw from the training's generator
+            generator=self._generator,  # without it, starting the iterator would draw from the training's generator
             pin_memory=self._pin,
             **batching,
         )

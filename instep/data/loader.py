@@ -86,8 +86,8 @@ def prepare_loader(
             `use_distributed_sampler=False`, and loaders that instep would have to rebuild.
         even_batches: whether all ranks run the same number of steps. If False, a rank that has no more data ends
             earlier than the others; it neither replays a batch with weight 0 nor stops the others. Then `num_batches`
-            differs per rank. In the middle of a dispatched epoch, a batch with fewer samples than ranks is still
-            replayed.
+            differs per rank. Only if a dispatched batch before the last one has fewer samples than there are ranks, do
+            ranks without a sample still replay one.
         stateful: whether to read a plain `DataLoader`'s iterable data through torchdata's StatefulDataLoader, which
             resumes without reading the data again (`stage="train"` only). For map-style data nothing changes.
         streams: how data without a length is divided, as in `Trainer(streams=...)`. "auto" divides the data if the
@@ -297,7 +297,7 @@ def _dispatched(
 
     Rank 0 reads by `read` in batches of `batch_size`, and each rank gets `size` samples of a batch.
     """
-    from instep.data.dispatch import DispatchLoader  # imported late: only dispatched data needs it
+    from instep.data.dispatch import DispatchLoader  # imported late: used only for dispatched data
 
     whole = False
     if not split:
@@ -375,9 +375,10 @@ _Claim = tuple[int | None, int | None]  # a reliable and an estimated number of 
 
 
 def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, divide: str | None) -> PreparedLoader:
-    """Prepare a loader that is iterated as it is.
+    """Prepare a loader whose own iterator makes the batches, in an order that instep does not know.
 
-    `divide` is the way to divide its data over the ranks; None for no division.
+    `divide` is the value of `streams`, by which a loader without a length is divided over the ranks; None divides
+    nothing.
     """
     stateful, rewinds = _stateful_part(loader), None
     if not resumable:  # a state is copied at every batch only if it may be needed for a resume
@@ -387,7 +388,7 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
     lengths = [length for length, _ in everyone]
     common: dict[str, Any] = {"uneven": wanted.uneven, "stateful": stateful, "frozen": frozen, "rewinds": rewinds}
     if divide is not None and None in lengths:
-        from instep.streams.loader import DividedLoader  # imported late: only data without a length needs it
+        from instep.streams.loader import DividedLoader  # imported late: used only for data without a length
 
         def sizes(divided: bool) -> tuple[int | None, int | None]:
             estimate = _lengths(loader, wanted.shard.world_size)[1] if divided else None
@@ -396,7 +397,7 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
             return estimate, wanted.at_most(estimate)
 
         return DividedLoader(loader, wanted.shard, ask=divide == "auto", sizes=sizes, resumable=resumable, **common)
-    from instep.data.stream import StreamLoader  # imported late: only data that is iterated as it is needs it
+    from instep.data.stream import StreamLoader  # imported late: used only for data without indices
 
     if None in lengths or (len(set(lengths)) > 1 and wanted.uneven == "join"):
         estimate, length = _estimate(mine, everyone, wanted), None
@@ -432,7 +433,7 @@ def _length(items: Any) -> int | None:
 
 
 def _stateful_part(loader: Any) -> Stateful | None:
-    """Return the loader or data set whose own state holds the position in the data; None if there is none."""
+    """Return the loader, or its data set, if it has a state with the position in the data; None if neither has one."""
     if isinstance(loader, Stateful):
         sampler = getattr(loader, "sampler", None)  # loaders of torchdata.nodes have no sampler
         if type(loader).__module__.startswith("torchdata.") and type(sampler) is RandomSampler:
@@ -467,7 +468,7 @@ def _common_length(lengths: list[int], wanted: _Pass, loader: Any) -> int:
 
 
 def _check_alike(everyone: list[dict[str, Any]]) -> None:
-    """Raise DataError if ranks hold different data sets or settings, since samples would be repeated and lost."""
+    """Raise DataError if ranks hold different data sets or settings, which would repeat and lose samples."""
     for rank, other in enumerate(everyone):
         for key, value in other.items():
             if key in ("generator", "ends") or value == everyone[0][key]:
@@ -497,7 +498,7 @@ def _used_and_step(of_rank: dict[str, Any]) -> tuple[int, int]:
 
 
 def _ends(dataset: Any) -> tuple[int, ...]:
-    from instep.data.marks import marks_of_ends  # imported late: a single process does not need it
+    from instep.data.marks import marks_of_ends  # imported late: not used by a single process
 
     return marks_of_ends(dataset)
 
@@ -546,7 +547,7 @@ def _can_batch(loader: Any) -> bool:
 
 
 def _part_of(size: int, world_size: int) -> int:
-    """Return a rank's part of a batch size; raise SettingError if the batch size does not divide evenly."""
+    """Return the batch size per rank if the ranks split batches of `size`; raise SettingError if it does not divide."""
     if size % world_size:
         below = size // world_size * world_size
         nearest = f"{below} or {below + world_size}" if below else f"{world_size}"

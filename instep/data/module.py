@@ -136,7 +136,7 @@ class DataModule(HyperParameters):
 
         Args:
             checkpoint_path: a checkpoint folder of a fit with this datamodule.
-            map_location: accepted for compatibility with Lightning; the state is on the CPU.
+            map_location: accepted for compatibility with Lightning, and ignored: the state is loaded to the CPU.
             hparams_file: a JSON or YAML file of hyperparameters that replace the saved ones.
             **kwargs: arguments of `__init__`, which take precedence over the saved ones. Pass here the objects that a
                 checkpoint cannot hold.

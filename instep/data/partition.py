@@ -26,8 +26,8 @@ _ADVICE += "DataLoaderConfiguration: dispatch_batches=False)"
 class Splitter:
     """Splitter of batches, which also counts their samples.
 
-    Tensors are split in dimension 0. Lists and tuples of samples are split by their items, if there are as many as
-    samples. In mappings, dataclasses, named tuples, and lists or tuples of columns, each value is split. Other objects
+    Tensors are split in dimension 0. A list or tuple of samples is split by its items, if it has one item per
+    sample. In mappings, dataclasses, named tuples, and lists or tuples of columns, each value is split. Other objects
     are not split.
 
     Args:
@@ -54,13 +54,13 @@ class Splitter:
             exact: whether the batch must have exactly `size` samples; else at most `size`.
 
         Raises:
-            DataError: the batch has another number of samples, or its number is ambiguous.
+            DataError: the batch has another number of samples than `size`, or its number of samples is ambiguous.
         """
         if size is None:
             return self._guess(batch, None)
         options, _ = _lengths(batch)
         if not options:
-            # this is None if there is no tensor; if tensors have different lengths, `part` raises an error
+            # None if the batch has no tensor; if its tensors have different lengths, `part` raises an error later
             return find_batch_size(batch)
         found = size if exact and size in options else None if exact else self._guess(batch, size)
         if found is None or found > size:
@@ -97,12 +97,17 @@ class Splitter:
         return next(iter(options), find_batch_size(batch))
 
     def part(self, data: Any, rows: int | None, begin: int, end: int, *, place: tuple[Any, ...] = ()) -> Any:
-        """Return the samples from `begin` to `end` of a batch of `rows` samples.
+        """Return the samples from `begin` to `end` of a batch, or of a value inside a batch.
 
-        `place` is the path to `data` inside the batch.
+        Args:
+            data: the batch, or the value.
+            rows: number of samples in the batch; None, if they could not be counted, is an error.
+            begin: number of the first sample to return.
+            end: number after the last sample to return.
+            place: path of keys and indices from the batch to `data`; empty if `data` is the batch.
 
         Raises:
-            DataError: a tensor has another number of rows, or a list could be split in two ways.
+            DataError: `rows` is None, a tensor does not have `rows` rows, or a list could be split in two ways.
         """
         if rows is None:
             raise DataError(

@@ -244,7 +244,7 @@ def derive_phases(sizes: Mapping[int, int], world_size: int, loader_batch_size: 
         (32, {0: 1, 1000: 4})
     """
     for size in sizes.values():
-        derive(size, world_size, loader_batch_size)  # raises if a size does not divide
+        derive(size, world_size, loader_batch_size)  # this call raises SettingError if `size` does not divide
     micro_batch, _ = derive(math.gcd(*sizes.values()), world_size, loader_batch_size)
     return micro_batch, {step: size // world_size // micro_batch for step, size in sizes.items()}
 

@@ -190,7 +190,7 @@ def add_note(error: BaseException, text: str) -> None:
     if add is not None:
         add(text)
     else:
-        with suppress(AttributeError):  # the class of the error has slots
+        with suppress(AttributeError):  # raised if the error's class has __slots__; such an error gets no note
             error.__notes__ = [*getattr(error, "__notes__", ()), text]  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -40,12 +40,12 @@ from instep.utils.warn import warn_user
 # after QUIET_AFTER fetches without random numbers, only every 64th fetch is watched, since watching costs tens of us
 QUIET_AFTER = 3
 WATCH_EVERY = 64
-COUNT_BATCHES, COUNT_S = 10_000, 2.0  # limits, in batches and seconds, of reading data only to count it
+COUNT_BATCHES, COUNT_S = 10_000, 2.0  # limits for reading left-out batches only to count them
 _END = object()
 
 
 class BatchAgreement:
-    """Agreement of the ranks on a batch: an all-reduce that starts when it is read, and ends before it is used.
+    """Agreement of ranks on a batch: an all-reduce that starts when the batch is read, and ends before its use.
 
     Every rank must start the agreements of the same batches in the same order.
 
@@ -277,7 +277,7 @@ class StreamLoader(PreparedLoader):
             self._go_to_end(state)
 
     def _go_to_end(self, state: StateDict) -> None:
-        """Restore a data set or loader, whose state lasts over epochs, to its state at the epoch's end."""
+        """Load the state at an epoch's end into a data set or loader whose state lasts over epochs."""
         if self.stateful is None or state.get("state") is None:
             return
         # the state of a data set does not include its iterator, so loading it is enough
@@ -315,7 +315,7 @@ class StreamLoader(PreparedLoader):
             else:
                 yield from self._give_alone()
         except Exception as error:
-            from instep.data.read_errors import explain  # imported late: only an error needs it
+            from instep.data.read_errors import explain  # imported late: used only for an error
 
             cause = explain(error, self._started)
             self.close()
@@ -506,7 +506,7 @@ class StreamLoader(PreparedLoader):
         Warn once if the number of samples is uncertain.
         """
         if not self._looked_at_sizes:
-            from instep.distributed.uncounted import doubt_of_size  # imported late: only the first batch needs it
+            from instep.distributed.uncounted import doubt_of_size  # imported late: used only for the first batch
 
             self._looked_at_sizes = True
             if self.rank == 0 and (doubt := doubt_of_size(batch, getattr(self.loader, "batch_size", None))):

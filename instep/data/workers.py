@@ -120,7 +120,7 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
     get_iterator, init = loader._get_iterator, loader.worker_init_fn
 
     def start() -> Any:
-        del loader._get_iterator  # this function cannot be pickled, and the arguments of workers may include the loader
+        del loader._get_iterator  # workers may get the loader as a pickle, and this function cannot be pickled
         loader.worker_init_fn = SignalSafeWorkerInit(init)
         try:
             started.append(get_iterator())
