@@ -41,7 +41,7 @@ def gather(data: Any) -> Any:
 
     Raises:
         DataError: a leaf is no tensor.
-        DistributedError: ranks disagree; the text says which and in what.
+        DistributedError: ranks made different calls; the error text shows the first difference and each rank's call.
 
     Example:
         >>> gather(torch.tensor(3.0))
@@ -67,7 +67,7 @@ def gather_ragged(data: Any, rows: int | None = None) -> Any:
     Raises:
         SettingError: `rows` is negative.
         DataError: a leaf is no tensor.
-        DistributedError: ranks disagree in more than the number of rows; the text says which and in what.
+        DistributedError: the calls of ranks differ in more than the number of rows; the error text shows how.
 
     Example:
         >>> gather_ragged({"x": torch.arange(4), "loss": torch.tensor(0.5)}, rows=3)
@@ -98,7 +98,7 @@ def reduce(data: Any, op: str = "mean") -> Any:
     Raises:
         SettingError: the operation is unknown.
         DataError: a leaf is no tensor.
-        DistributedError: ranks disagree; the text says which and in what.
+        DistributedError: ranks made different calls; the error text shows the first difference and each rank's call.
 
     Example:
         >>> reduce(torch.tensor([1, 2]), "mean")
@@ -169,7 +169,7 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
     Raises:
         SettingError: there is no such rank.
         DataError: a leaf is no tensor.
-        DistributedError: ranks disagree; the text says which and in what.
+        DistributedError: ranks made different calls; the error text shows the first difference and each rank's call.
 
     Example:
         >>> broadcast({"weight": torch.tensor([1.0, 2.0])}, from_process=0)

@@ -48,7 +48,7 @@ from instep.utils.untrusted_files import clean
 
 __all__ = ["BATCH", "STEP", "Heartbeat", "heartbeat"]
 
-_TOGETHER_S = 3.0  # seconds from the first rank's report to the last one's
+_TOGETHER_S = 3.0  # seconds that a rank waits for the reports of the other ranks in a hang
 _AT_ONCE_S = 5.0  # seconds after which the process ends even if writing the report hangs, as on a bad disk
 _CALLS = 12
 _COLLECTIVES = ("rank_records.py", "messages.py", "barriers.py", "collectives.py", "objects.py")
@@ -175,7 +175,7 @@ class Heartbeat:
         self.enter("start")
         self.numbers[LIMIT_MS] = max(1, int(1000 * timeout_s))
         assert self._beats is not None
-        from instep.distributed.stragglers import PaceWatch  # imported late: only watching needs it
+        from instep.distributed.stragglers import PaceWatch  # imported late: used only if hangs are watched for
 
         with ExitStack() as stack:
             stack.enter_context(closing(Watchdog(self, self._beats, self._slot, timeout_s)))

@@ -86,7 +86,7 @@ def uncounted(module: nn.Module) -> Iterator[None]:
 
 
 class Counts:
-    """What metric objects have counted, taken out of them while the objects count for another loader or stage.
+    """Stored counts of metric objects. The objects start from zero, and can count for another loader or stage.
 
     Args:
         objects: metric objects. Metric objects inside them, such as the parts of a wrapper, are included.
@@ -186,7 +186,7 @@ def reset_metrics(metrics: Iterable[Any]) -> None:
 def with_groups(metrics: Iterable[Any], module: nn.Module | None) -> list[Any]:
     """Return each metric object once, together with the objects that share its states.
 
-    In a torchmetrics collection one object of a group counts for the others.
+    In a torchmetrics collection, one object of a compute group counts for the whole group.
     """
     found = {id(metric): metric for metric in metrics}
     for collection in () if module is None or not found else module.modules():
@@ -253,7 +253,7 @@ def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Return, by metric name, the shapes of the metric's list states and its number of updates (1 if not counted)."""
+    """Return, by metric name, the shapes of the metric's list states and its number of updates (1 if unknown)."""
     found: dict[str, tuple[dict[str, Any], int]] = {}
     for one in accumulators:
         if one.metric is not None:
@@ -293,8 +293,9 @@ def not_the_same(name: str, before: Any, value: Any) -> LogError:
 def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[None]:
     """Let a metric that has counted nothing on this rank take part in `compute` inside a `with` block.
 
-    Its empty list states get the dtypes and shapes of the other ranks' states. torchmetrics gathers only tensors with
-    equal numbers of dimensions, and warns of a rank without an update.
+    Its empty list states get the dtypes and shapes of the other ranks' states, since torchmetrics gathers only tensors
+    with equal numbers of dimensions. Its number of updates becomes 1, since torchmetrics warns of a metric without an
+    update.
 
     Args:
         metric: a metric object.

@@ -322,7 +322,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice) -> Any:
-    """Slice every tensor in dimension 0 in the same way, such as to one process's part of a batch.
+    """Slice every tensor in dimension 0 in the same way, for instance to get one process's part of a batch.
 
     Args:
         data: nested data; not changed. 0-dim tensors and other objects stay as they are.

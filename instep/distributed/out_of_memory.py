@@ -17,7 +17,7 @@ _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: not enough memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error when its workspace does not fit
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error if its workspace does not fit into memory
 )
 
 

@@ -45,7 +45,7 @@ def _list_of_samples(data: Any, length: int | None) -> Sequence[Any] | None:
         alike = next((kind for kind in kinds if all(isinstance(one, kind) for one in data)), None)
         begins = {len(leaf) if leaf.ndim else None for _, leaf in iter_leaves(data) if isinstance(leaf, torch.Tensor)}
         if alike is torch.Tensor:
-            begins.discard(None)  # scalars between columns are no reason for doubt
+            begins.discard(None)  # 0-dim tensors beside columns do not make the number of samples doubtful
         if alike and len(data) > 1 and (alike is Mapping or len(begins) > 1 or 2 < len(data) == length):
             return data
         parts = data
