@@ -60,7 +60,8 @@ class StreamDataset(Dataset[Any]):
             that a batch needs little padding. 0: no groups.
         counts: number of records of each file, if known; it is checked when the file is opened.
         columns: columns of a table that are read; None: all.
-        length: name of the field of a record that is its length, or whose `len` is its length; needed for `lengths`.
+        length: name of a record's field that holds the record's length as a number, or whose `len` is this length;
+            needed for `lengths`.
         on_bad_sample: "raise": a record that cannot be read or decoded raises a DataError that names the file and the
             place. "skip": the record is left out of its batch. No other sample takes its place, so every other sample
             still counts once; the smaller batch has the same weight in the mean over ranks as the full one.
@@ -288,7 +289,7 @@ class StreamDataset(Dataset[Any]):
         return order_from(self._spec(epoch), shuffle, seed, epoch, cycle, lengths)
 
     def _instep_order_spec(self, epoch: int) -> dict[str, Any]:
-        """Describe the order of an epoch, for `instep runs samples`."""
+        """Describe the order of an epoch, for the command `instep runs samples`."""
         spec = self._spec(epoch)
         if self.bucket:
             spec["lengths"] = self._index.names_of_lengths(self.shards[: self._files(epoch)], str(self.length))
@@ -311,7 +312,7 @@ class StreamDataset(Dataset[Any]):
         """Continue an interrupted epoch with the files of `mark`.
 
         Raises:
-            DataError: the files are not those of `mark`, after which only new files may come.
+            DataError: the list of files does not begin with the files of `mark`, or `window` or `bucket` has changed.
         """
         mark = mark if isinstance(mark, dict) else {}
         files = mark.get("files")

@@ -44,17 +44,17 @@ from instep.utils.warn import warn_user
 # Number of first samples that are compared. 16 show whether all readers read the same samples; if they do not, 256 show
 # which samples they share.
 AT_FIRST, COMPARED = 16, 256
-# Maximum number of seconds; from a slow stream, fewer samples are compared.
+# Maximum number of seconds for reading these samples; from a slow stream, fewer samples are compared.
 _PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}
 _MOST_BYTES = 64 << 20  # maximum number of bytes of the samples that are kept for the comparison
-_SHARED = 20  # with this many samples, more than one common sample is not by chance
-_QUIET_AFTER, _WATCH_EVERY = 3, 64  # the same limits as in `instep.data.stream`
+_SHARED = 20  # one common sample in this many may be by chance; readers with more of them share samples
+_QUIET_AFTER, _WATCH_EVERY = 3, 64  # the same as in `instep.data.stream`, where they are explained
 _LOOK_EVERY_S = 0.001
 # The cost of reading for other ranks is reported if it is more than 5 % of a pass and more than one second.
 _COSTS, _COSTS_S = 0.05, 1.0
 
 _COMMAND, _SEED, _SEED_LOW, _EPOCH, _CYCLE, _SKIP, _STRICT, _HEAD = range(8)
-_PHASE, _COUNT, _ENDED, _READ_NS, _OTHERS_NS, _DIGESTS = range(6)  # columns of a reader's row
+_PHASE, _COUNT, _ENDED, _READ_NS, _OTHERS_NS, _DIGESTS = range(6)  # columns of a reader's row in `_Board.rows`
 _WAIT, _GIVE_UP, _GO = 0, 1, 2  # commands to the readers; `_GO + n` tells a reader to read n first samples
 _ASKED = (_WAIT, AT_FIRST, COMPARED)
 
@@ -128,7 +128,7 @@ class _Reader:
             if owner.alone:
                 _utils.worker._worker_info = None  # pyright: ignore[reportPrivateImportUsage]
             set_epoch = getattr(owner.source, "set_epoch", None)
-            if callable(set_epoch):  # a worker that persists over epochs has its own copy of the data set
+            if callable(set_epoch):  # a persistent worker's copy of the data set has the old epoch
                 set_epoch(head[_EPOCH])
         restored, owner.restored = owner.restored, None
         with self._seeded("start", 0):
@@ -192,14 +192,14 @@ class _Reader:
         self._quiet = -math.inf
 
     def _next(self, most: int) -> list[Any]:
-        """Return the next samples; at the end of the stream there are fewer."""
+        """Return the next `most` samples, or fewer at the end of the stream."""
         items = [self._ahead.popleft() for _ in range(min(most, len(self._ahead)))]
         if len(items) < most and not self.ended:
             items += self._fetch(most - len(items))
         return items
 
     def units(self) -> Iterator[Any]:
-        """Yield the units that this reader owns."""
+        """Yield this reader's part of the stream: samples, or batches if the source is a loader."""
         if not self.is_open:
             self.open()
         command = self._answer() if not self._in_main else int(self._owner.board.head[_COMMAND])
@@ -276,11 +276,11 @@ class DividedDataset(IterableDataset[Any]):
     """A reader's part of a stream; if nothing is divided, the wrapped data set itself.
 
     Args:
-        source: the user's data set, or a loader whose batches are the units.
-        unit: number of samples in a block.
+        source: the user's data set, whose samples are divided; or a loader, whose batches are divided.
+        unit: number of samples, or of a loader's batches, in a block.
         board: table that the readers of this process share.
         shard: rank and number of ranks that share the data.
-        alone: whether the data set sees no workers.
+        alone: whether `get_worker_info()` returns None in a worker, so that the data set does not divide itself.
         restored: result of `state_dict`, at which the next pass resumes; None: start from the beginning.
     """
 
@@ -290,7 +290,7 @@ class DividedDataset(IterableDataset[Any]):
         own = {"source": source, "unit": unit, "board": board, "shard": shard, "alone": alone, "restored": restored}
         self.__dict__.update(own, _dataset=source, reader=None, pattern=None, started=None)
 
-    if TYPE_CHECKING:  # `__init__` sets these attributes without `__setattr__`
+    if TYPE_CHECKING:  # for type checkers, since `__init__` sets these attributes through `__dict__`
         source: Any
         unit: int
         board: _Board
@@ -331,7 +331,7 @@ class DividedDataset(IterableDataset[Any]):
         if name in self.__dict__:
             self.__dict__[name] = value
         else:
-            setattr(self.source, name, value)  # set on the user's data set, as a worker_init_fn expects
+            setattr(self.source, name, value)  # a worker_init_fn means the user's data set
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DividedDataset, (self.source, self.unit, self.board, self.shard, self.alone, self.restored)
@@ -343,12 +343,12 @@ class Division:
     Args:
         loader: a plain `DataLoader` or torchdata's over iterable data, or any other iterable of batches.
         shard: rank and number of ranks that share the data.
-        ask: whether the readers are compared. False: they are assumed to read the same samples, and the data set sees
-            no workers.
+        ask: whether the readers are compared. False: they are assumed to read the same samples, and in a worker
+            `get_worker_info()` returns None, so that the data set does not divide itself.
 
     Attributes:
         pattern: which readers read the same samples; None if that is not known yet.
-        unit: number of samples in a block; 1 if the units are batches.
+        unit: number of samples in a block; 1 if whole batches are divided, so that a block is one batch.
         loader: loader of this rank's batches.
         started: the iterator whose workers `end_workers` ends; None if there are no workers.
     """
@@ -397,7 +397,7 @@ class Division:
         return max(_states_in(self.loader.state_dict()), key=lambda state: state["read"], default={})
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore the data set's state at the end of an epoch."""
+        """Load a state that was saved after the last batch of an epoch into the data set; with workers, do nothing."""
         inner = state_dict.get("inner")
         if inner is not None and not self.workers:
             self._stream.source.load_state_dict(copy.deepcopy(inner))
@@ -426,13 +426,13 @@ class Division:
         return self._timed(iterator) if self._is_timed else iterator
 
     def settle(self, begin: Callable[[Pattern], int], strict: bool, read: int) -> Pattern:
-        """Find out which readers read the same samples, if unknown, and let the readers start.
+        """Find out which readers read the same samples, if `pattern` is None, and let the readers start.
 
-        If it is unknown, all ranks must call this.
+        All ranks must call this if `pattern` is None.
 
         Args:
-            begin: function that returns the sample with which the pass begins, in the common order or each reader's
-                own.
+            begin: function that returns the number of the sample with which the pass begins. If there is no common
+                order, the number counts in each reader's own order.
             strict: whether it is an error if the stream ends before that sample.
             read: number of the sample at which the readers are now.
 
@@ -570,7 +570,7 @@ class _First(NamedTuple):
 
 
 def gives_samples(loader: Any) -> bool:
-    """Return True if a loader can be rebuilt over a part of its samples; otherwise its batches are divided."""
+    """Return True if a loader's samples can be divided; of any other loader, whole batches are divided."""
     known = type(loader) is DataLoader or type(loader).__module__.startswith("torchdata.stateful_dataloader")
     return known and isinstance(loader.dataset, IterableDataset)
 
@@ -592,7 +592,7 @@ def by_shards(loader: Any, shard: DataShard) -> Any | None:
 
 
 def _alike(readers: Sequence[_First]) -> bool:
-    """Return True if readers start with the same samples, compared up to the shortest reader."""
+    """Return True if readers start with the same samples, as far as all have read, and none has ended earlier."""
     shortest, longest = (of(len(one.digests) for one in readers) for of in (min, max))
     ends = any(one.ended and len(one.digests) < longest for one in readers)
     heads = {tuple(one.digests[:shortest]) for one in readers}

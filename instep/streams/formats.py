@@ -308,8 +308,8 @@ class Parquet(Table):
     def __init__(self, path: Path, *rest: Any) -> None:
         super().__init__(path, *rest)
         parquet = require("pyarrow.parquet", extra="data", purpose=f"reading {path.name}")
-        # The path is given, since each read of `self._file` would go through Python. Small pieces stay in the
-        # processor's cache.
+        # The path is passed, since each read of `self._file` would go through Python. `buffer_size` is small, so that
+        # the data stays in the processor's cache.
         self._table = parquet.ParquetFile(str(path), pre_buffer=False, buffer_size=_PIECE_BYTES)
         facts = self._table.metadata
         sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
@@ -398,8 +398,8 @@ class Group:
 class Kept:
     """Groups of rows that were read last, of all shards of a process, up to a number of bytes.
 
-    The records of a window request its groups in turn. A group that was not requested for long belongs to an earlier
-    window, so it is dropped at once and its memory is used again.
+    A window of shuffled records requests each of its groups again and again. A group that was not requested for long
+    belongs to an earlier window, so it is dropped at once, and its memory is used again.
     """
 
     def __init__(self, most: int) -> None:

@@ -28,7 +28,7 @@ from instep.utils.imports import require
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
 _VERSION = 1
-_LENGTHS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\.npy")  # names that `_name_of_lengths` returns
+_LENGTHS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\.npy")  # pattern of the names that `_name_of_lengths` returns
 
 
 def default_cache() -> Path:

@@ -106,7 +106,7 @@ _PLACE = ("step", "epoch", "batch", "done", "batches")
 
 
 def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
-    """Return True if a line has no information that the last line does not imply."""
+    """Return True if the last line of the file already implies everything in the new line."""
     if {**last, **dict.fromkeys(_PLACE)} != {**line, **dict.fromkeys(_PLACE)}:
         return False
     if "unknown" in line or line["accumulate"] is None:
@@ -119,7 +119,7 @@ def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
 
 
 def _windows(line: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of optimizer steps in the remainder of a line's epoch, and in each later epoch."""
+    """Return the number of optimizer steps from a line's position to the end of its epoch, and in each later epoch."""
     rest, every = line["batches"] - line["batch"], line["accumulate"]
     return -(-rest // every), -(-line["epoch_batches"] // every)
 

@@ -63,7 +63,7 @@ class DividedLoader(StreamLoader):
             self._set_epochs.append(self._part.dataset.set_epoch)
             self.uneven = uneven if uneven == OWN_END else "join"
         self._unit: int = (loader.batch_size or 1) if (by_samples := gives_samples(loader)) else 1
-        self._origin = 0  # number of the unit in the common order with which the pass began
+        self._origin = 0  # position in the common order at which the pass began
         if shard.world_size > 1 or (by_samples and loader.num_workers):
             self._divide()
 
@@ -93,7 +93,7 @@ class DividedLoader(StreamLoader):
 
     @property
     def _step(self) -> int:
-        """Number of units of the common order that all ranks together take in a step."""
+        """Number of samples that all ranks together take in a step; number of batches if whole batches are divided."""
         return self._unit * self.world_size
 
     @property

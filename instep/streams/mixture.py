@@ -134,7 +134,7 @@ class StreamMixture(Dataset[Any]):
         return order_from(self._instep_order_spec(epoch), shuffle, seed, epoch, cycle)
 
     def _instep_order_spec(self, epoch: int) -> dict[str, Any]:
-        """Describe the order of an epoch, for `instep runs samples`."""
+        """Describe the order of an epoch, for the command `instep runs samples`."""
         return {"sources": self._sources, "phases": self._phases, "size": self.size}
 
     def _instep_order_mark(self, epoch: int) -> dict[str, Any]:

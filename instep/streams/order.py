@@ -13,7 +13,7 @@ import torch
 from instep.utils.seed import derive_seed
 
 BLOCK = 1024  # number of samples of a mixture in which each source has its exact proportion
-MOST_SOURCES = 20  # maximum number of sources; with more, a block would have no room for the remainder of each
+MOST_SOURCES = 20  # maximum number of sources, since one source evens out the others' rounding in a block
 _WINDOWS = 4  # number of windows that are kept, for several ranks in one process and for a batch across two windows
 
 
@@ -69,7 +69,7 @@ class WindowOrder(LazyOrder):
         sequence = torch.randperm(len(sizes), generator=self._dice("shards")).numpy()
         firsts = np.cumsum(sizes) - sizes
         self._ends = np.cumsum(sizes[sequence])
-        # For each shard, the number to add to a place in the drawn sequence to get the index of the sample there.
+        # For each shard: the index of a sample, minus the sample's position in the random sequence of shards.
         self._moved = firsts[sequence] - (self._ends - sizes[sequence])
         self._kept: OrderedDict[int, np.ndarray[Any, Any]] = OrderedDict()
 
@@ -165,7 +165,7 @@ class MixtureOrder(LazyOrder):
         return found
 
     def _samples(self, source: int, used: int, count: int) -> list[int]:
-        """Return the next samples of a source after `used`, pass after pass."""
+        """Return the next `count` indices of a source after its first `used` samples, counted over all its passes."""
         found: list[int] = []
         while count:
             number, at = divmod(used, self._lengths[source])

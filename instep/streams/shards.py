@@ -118,7 +118,11 @@ def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
 
 
 def attempted(read: Callable[[], Result]) -> Result:
-    """Try to read from a remote file system up to three times; the errors of aiohttp are not OSErrors."""
+    """Call `read`, which reads from a remote file system, up to three times.
+
+    Errors of all classes but FileNotFoundError, ImportError and DataError lead to another attempt, since file systems
+    raise errors of their own, such as those of aiohttp.
+    """
     return patiently(read, lambda error: not isinstance(error, (FileNotFoundError, ImportError, DataError)))
 
 
