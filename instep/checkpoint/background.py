@@ -34,7 +34,7 @@ from instep.distributed.rank_zero import RankGroup
 from instep.errors import CheckpointError, CorruptCheckpointError
 from instep.utils.warn import warn_user
 
-_ABORT_S = 5.0  # seconds for the thread to notice that its process group was destroyed
+_ABORT_S = 5.0  # seconds to wait until the thread notices that its process group was destroyed
 
 
 class PendingSave:
@@ -48,7 +48,8 @@ class PendingSave:
         background: whether the save runs in the background.
         weights_only: whether the checkpoint has only weights, so that no run can resume from it. The code that starts
             the save sets `weights_only`, `keeper` and `dropped`.
-        keeper: callback that lists the checkpoint, or None.
+        keeper: callback, such as a ModelCheckpoint, that requested the save and manages the checkpoint; None if no
+            callback does.
         dropped: older checkpoints that are deleted when this one has been verified.
 
     Example:
@@ -155,7 +156,7 @@ class BackgroundSaver:
     def record(self, write: Callable[[BaseWriter], None]) -> Recorder:
         """Wait for the previous save, then copy what `write` would write now. Local."""
         self.wait()
-        self._buffers.wait()  # an earlier recorder that was never saved may still copy
+        self._buffers.wait()  # copies for an earlier recorder that was never saved may still run
         recorder = Recorder(self._buffers, *RankGroup().rank_and_size())
         write(recorder)
         return recorder
@@ -186,7 +187,7 @@ class BackgroundSaver:
             # thread, so that `close` can limit how long the exit of the program waits for it.
             self._jobs = SimpleQueue()  # a new queue, since an abandoned thread may still read the old one
             threading.Thread(target=_work, args=(self._jobs,), name="instep-save", daemon=True).start()
-            atexit.register(self.close)  # in case the user never calls close
+            atexit.register(self.close)  # at exit, wait for a running save even if the user never calls `close`
         aside = copy.copy(store)
         aside.ranks = self._ranks
         pending = self._pending = PendingSave()
@@ -199,9 +200,9 @@ class BackgroundSaver:
         """Wait for a running save, then release the memory and the process group. May be called twice. Local.
 
         Args:
-            timeout_s: seconds after which a running save is abandoned. With several ranks it then fails; with a single
-                process the thread continues. If the save does not become complete, the next run removes its files.
-                None: no limit.
+            timeout_s: seconds after which a running save is abandoned. With several ranks an abandoned save fails; with
+                a single process its thread continues. If the save does not become complete, the next run removes its
+                files. None: no limit.
         """
         atexit.unregister(self.close)
         pending, self._pending = self._pending, None
@@ -210,7 +211,7 @@ class BackgroundSaver:
         if ranks is not None:
             self._jobs.put(None)
             ranks.close(abort=not done)
-        if pending is None or done or pending.wait(_ABORT_S):  # otherwise the thread may still read the buffers
+        if pending is None or done or pending.wait(_ABORT_S):  # False while the thread may still read the buffers
             self._buffers.close()
         if pending is not None and not pending._seen:
             if not done:
@@ -222,7 +223,7 @@ class BackgroundSaver:
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # also frees the save's references to the buffers
+        del job  # deleted, since `job` refers to the buffers
 
 
 def _drop_cached(folder: Path) -> None:
@@ -287,7 +288,7 @@ class HostBuffers:
 
     def close(self) -> None:
         """Release the memory. May be called twice."""
-        with suppress(RuntimeError):  # a device error: no copy runs any more
+        with suppress(RuntimeError):  # ignored, since no copy runs any more after a device error
             self.wait()
         self._copying.clear()
         while self._blocks:
@@ -363,7 +364,7 @@ class _Block:
         self._cuda: Any = torch.cuda.cudart() if pinned else None
         if pinned and int(self._cuda.cudaHostRegister(self.content.data_ptr(), len(self.memory), 0)) != 0:
             self._cuda = None
-            with suppress(RuntimeError):  # clears CUDA's last error, which a later kernel would raise
+            with suppress(RuntimeError):  # this call, and not a later kernel, gets CUDA's last error
                 torch.zeros(1, device="cuda")
 
     def close(self) -> None:

@@ -34,20 +34,21 @@ _MOST_OPEN = MOST_DEPTH // 3 - 5  # one level of a state becomes up to three lev
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 _PURE_PATHS: dict[str, type[PurePath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
 _ARRAY_KINDS = "biufc"  # `dtype.kind` of numpy arrays that become tensors, if torch has the dtype
-_RAW_KINDS = "biufcUSMm"  # `dtype.kind` of other numpy arrays and scalars, which are saved as bytes
+_RAW_KINDS = "biufcUSMm"  # `dtype.kind` of numpy scalars, and of all other numpy arrays that can be saved: as bytes
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def state_of(obj: Any) -> tuple[str, Any, dict[str, Any]] | None:
-    """Describe how an object is saved that is made again from a state, such as an enum member or a random generator.
+    """Describe how to save an object that is rebuilt from a state, such as an enum member or a random generator.
 
     Returns:
-        The name of the type in JSON, the object's state (which must be encoded too), and JSON values to store with
-        them. None for an object of another type.
+        The name of the object's type in JSON, the object's state (which must be encoded too), and further JSON values
+        to store. None for an object of a type that is not rebuilt from a state.
 
     Raises:
-        ValueError: the object has such a type, but cannot be saved; the message says what to do.
+        ValueError: the object's type is rebuilt from a state, but this object cannot be saved; the message says what
+            to do.
     """
     kind = type(obj)
     if kind is datetime:
@@ -296,7 +297,7 @@ class _Encoder:
         self.where = where
         self.tensors: dict[str, Tensor | Shard] = {}
         self._open: set[int] = set()
-        self._inside = ""  # "a set" or "a dict key" while one is encoded: tensors are refused there
+        self._inside = ""  # "a set" or "a dict key" while one is encoded, since neither may contain tensors
 
     def node(self, obj: Any, path: tuple[Any, ...]) -> Any:
         kind = type(obj)

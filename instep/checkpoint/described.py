@@ -21,13 +21,14 @@ def describe(
 ) -> list[dict[str, Any]]:
     """Describe the checkpoints of a folder, newest first, then the folders of unfinished saves and deletions.
 
-    The role of a checkpoint is "newest" if a run would resume from it, "given up" if the run that saved last had gone
-    back to an earlier checkpoint, and "another run" if that run was not resumed from it or from a later one.
+    The role of a checkpoint is "newest" if a run would resume from it. It is "given up" if training went on to the
+    newest checkpoint from an earlier checkpoint of the same run, without this one. It is "another run" if the newest
+    checkpoint does not continue the run that saved this one. Other checkpoints have no role (None).
 
     Args:
         store: store of the folder.
         found: the folder's checkpoints, intact and broken.
-        leftovers: folders of unfinished saves and deletions, each with whether its process has ended (None: unknown).
+        leftovers: folders of unfinished saves and deletions; for each, whether its process has ended (None: unknown).
         verify: whether to compare the checksums of all bytes; otherwise only the sizes of files are compared.
     """
     roles = _roles(found)

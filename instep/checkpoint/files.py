@@ -1,6 +1,7 @@
-"""The file operations of a checkpoint store, which hash the data that they write, and the retry of failed reads.
+"""The file operations of a checkpoint store: they compute checksums while they write. Failed reads are tried again.
 
-`Files.trace` is called before each operation, so that tests can kill the process, raise an error or record there.
+`Files.trace` is called before each operation, so that tests can record the operation, raise an error in its place, or
+kill the process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from instep.utils.warn import warn_user
 T = TypeVar("T")
 
 PAUSES_S = (0.5, 2.0)  # seconds to wait before the second and the third try
-sleep = time.sleep  # tests replace this
+sleep = time.sleep  # a name of this module, so that tests can replace the function
 
 _PASSING_NAMES = (
     *("EAGAIN", "EBUSY", "EINTR", "EIO", "EREMOTEIO", "ESTALE", "ETIMEDOUT", "EPIPE"),
@@ -119,7 +120,8 @@ class Files(ABC):
     def fetched(self, path: Path, check: bool) -> AbstractContextManager[tuple[Path, FileRecord | None]]:
         """Yield the path of a local file with the content of `path`, and the size and checksums of this content.
 
-        The local file is `path` itself, or a temporary download. The record may be None if `check` is False.
+        The local file is `path` itself, or a temporary download. If `check` is False, None may be yielded instead of
+        size and checksums.
         """
 
     # ---- folders
@@ -249,7 +251,7 @@ class LocalFiles(Files):
         return hash_file(path)
 
     def read(self, path: Path, most: int) -> bytes:
-        return read_regular(path, most)  # raises an error for a larger file before reading it
+        return read_regular(path, most)  # raises an error, without reading, for a file of more than `most` bytes
 
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         with open_regular(path) as file:
@@ -265,7 +267,7 @@ class LocalFiles(Files):
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
-        open_regular(path).close()  # checks that it is a regular file
+        open_regular(path).close()  # raises an error if `path` is not a regular file
         yield path, hash_file(path) if check else None
 
     def entries(self, folder: Path) -> dict[str, bool]:
@@ -363,7 +365,7 @@ class LocalFiles(Files):
             for name in found:
                 self._before("unlink", Path(here, name))
                 Path(here, name).unlink(missing_ok=True)
-            for name in folders:  # os.walk lists symbolic links to folders here
+            for name in folders:  # os.walk lists a symbolic link to a folder as a folder
                 if Path(here, name).is_symlink():
                     Path(here, name).unlink(missing_ok=True)
             self._before("rmdir", Path(here))
@@ -372,6 +374,6 @@ class LocalFiles(Files):
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
-        return entry.is_dir()  # usually needs no system call, unlike Path.is_dir
+        return entry.is_dir()  # this usually needs no system call, unlike Path.is_dir
     except OSError:
-        return False  # such as a symbolic link that leads to itself
+        return False  # the entry is, for instance, a symbolic link that leads to itself

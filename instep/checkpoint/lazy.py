@@ -35,7 +35,7 @@ _TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
 # The mmap module has this constant since Python 3.13.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
 _MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # mapping of each file in use
-# dtypes of the format whose headers can be read, even if this version of torch does not have them
+# names of the file format's dtypes; a header with them can be read even if this version of torch lacks the dtype
 _FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}
 
 
@@ -109,7 +109,7 @@ class FileSlice:
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=dtype)
         if self.mappable and any(size < own for size, own in zip(sizes[1:], self.sizes[1:], strict=True)):
-            # A box of columns spans nearly all bytes of the tensor: a copy from the mapped file reads fewer.
+            # A box of columns spans nearly all bytes of the tensor; copying it from the mapped file reads fewer bytes.
             box = tuple(slice(at, at + size) for at, size in zip(begin, sizes, strict=True))
             return self.map()[box].clone()
         strides = _strides(self.sizes)
@@ -343,8 +343,8 @@ def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
 def join_trees(trees: Iterable[Any]) -> Any:
     """Join the states that several ranks wrote into one state; each rank's state has its own parts of tensors.
 
-    Dicts are merged by key, lists by position (lists of names are merged in order), and tensors are joined. Of other
-    values, the first one that is not None is used.
+    Dicts are merged by key, and lists item by item. Lists of strings are united, in order and without duplicates.
+    Tensors are joined. For any other value, the first rank's value that is not None is used.
     """
     joined: Any = None
     for tree in trees:

@@ -4,8 +4,8 @@ A lease is a file `.lease-<8 digits>`; the file with the highest number is valid
 file with the next number, which succeeds for only one of several processes. A thread of the holder increases a counter
 in the file at regular intervals. Another process that wants the folder must find out whether the holder is alive. On
 the same host it asks the operating system. If the holder is on another host, it watches the counter for three intervals
-on its own monotonic clock. The clocks of two hosts are never compared. A restarted job takes the folder over from its
-earlier start without waiting.
+on its own monotonic clock. The clocks of two hosts are never compared. After a restart, a job takes over the folder
+that it held before, without waiting.
 
 - The file with the highest number is never removed, only marked as released. So no number is used twice, and a process
   that was suspended for hours finds a higher number and does not write.
@@ -152,7 +152,7 @@ class Lease:
                 if not self._problem():
                     self._files.replace(self.path, self._content(released=True))
             except OSError:
-                pass  # not necessary: another run finds out that this process has ended
+                pass  # no error, since other runs can take the folder once this process has ended
 
     # ---- the lease file
 
@@ -198,7 +198,7 @@ class Lease:
         """Return the reason why this lease is no longer valid; "" if it is valid."""
         highest = _highest(self.root, self._files)
         there = None if highest is None else _read(self.root, highest, self._files)
-        if isinstance(self.root, Path) and not self.root.is_dir():  # a local folder; object stores have none
+        if isinstance(self.root, Path) and not self.root.is_dir():  # object stores have no folders
             return (
                 f"the folder {self.root} does not exist any more. It was removed or renamed, or its file system is no "
                 "longer mounted. Put it back where its checkpoints are wanted, and start this run again"
@@ -234,7 +234,7 @@ class Lease:
             try:
                 if self._stop.is_set():
                     return ""
-                problem = self._problem()  # checked each time: an unmounted folder may come back
+                problem = self._problem()  # checked at each renewal, since an unmounted folder may come back
                 if not problem:
                     self._counter += 1
                     self._files.replace(self.path, self._content())
@@ -244,7 +244,7 @@ class Lease:
 
 
 def check_seen(path: Path, files: Files, rank: int) -> None:
-    """Raise an error if this rank does not see the lease file of rank 0, so that they do not share a file system.
+    """Raise an error if this rank does not see the lease file of rank 0, and so does not share a file system with it.
 
     Slow network file systems are given time: the rank looks for the file again for some seconds.
 
@@ -307,7 +307,7 @@ def last_run(root: Path, files: Files) -> str | None:
 
 
 def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Lease | None:
-    """Wait until the lease with this number has ended; return the lease if this run in this process holds it.
+    """Wait until the lease with this number has ended; if this run holds it in this process, return it at once.
 
     Raises:
         FolderInUseError: another run holds the lease, and its process is alive.
@@ -320,7 +320,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
     if ours is not None and ours.run_id == run_id:
         return ours
     gone = _was_ours(first) or is_gone(owner)
-    # Second case: a lease of this process that could not be marked as released.
+    # The second condition is for a lease that this process has given back, but could not mark as released.
     if gone or (ours is None and owner == this_process()):
         return None
     if gone is None:
@@ -349,10 +349,10 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
 
 
 def _was_ours(content: dict[str, Any]) -> bool | None:
-    """Return True if an earlier start of this job took the lease; None if that is unknown.
+    """Return True if this job took the lease before it was restarted; None if that is unknown.
 
-    The earlier start has ended, except for a rank on a host that was cut off from the network: before its next commit,
-    that rank finds the higher lease number and does not write.
+    The ranks from before the restart have ended, except for a rank on a host that was cut off from the network: before
+    its next commit, that rank finds the higher lease number and does not write.
     """
     now, before = read_job(), content.get("job")
     return True if now is not None and before is not None and before[0] == now.id and before[1] < now.restart else None

@@ -29,7 +29,7 @@ _BODY = {
     **dict.fromkeys(("info", "files"), named),
     "versions": dict_of(text),
 }
-_LINE = {"serial": count, "resumed_from": PLACES}  # optional, since the oldest manifests do not have them
+_LINE = {"serial": count, "resumed_from": PLACES}  # these fields are optional, since the oldest manifests lack them
 _INFO = {
     "kind": text,
     "epoch": none_or(count),

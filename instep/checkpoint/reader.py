@@ -71,8 +71,9 @@ class Reader:
         path = self._listed(name)
 
         def read() -> dict[str, Tensor]:
+            # A file whose size differs from the manifest is an error, and need not be fetched.
             if name in self._unverified and files_of(path).size(path) != self.manifest.files[name].bytes:
-                self._note_verified(name, file_problem(path, self.manifest.files[name]))  # the size already differs
+                self._note_verified(name, file_problem(path, self.manifest.files[name]))
             with files_of(path).fetched(path, name in self._unverified) as (local, record):
                 if record is not None:
                     self._note_verified(name, _difference(name, record, self.manifest.files[name]))
@@ -131,7 +132,7 @@ class Reader:
 
     @property
     def weight_sets(self) -> tuple[str, ...]:
-        """Sets of weights in the checkpoint, "live" (trained) or "averaged", that in `model.safetensors` first."""
+        """Sets of weights in the checkpoint: "live" (trained), "averaged"; the set in `model.safetensors` is first."""
         plain = self.manifest.info.get("weights")
         plain = plain if plain in WEIGHT_SETS else WEIGHT_SETS[0]
         return (plain, *(kind for kind in WEIGHT_SETS if kind != plain and self._files_of_set(kind)))
@@ -159,7 +160,7 @@ class Reader:
         return {**self._stored(self._weight_files()), **self._stored(self._other_files(which))}
 
     def _other_files(self, which: str | None) -> list[str]:
-        """Return the files of the weights in which a set differs from that in `model.safetensors`."""
+        """Return the names of the files with those weights of a set that differ from `model.safetensors`."""
         kinds = self.weight_sets
         if which is not None:
             choice(*WEIGHT_SETS)("which_weights", which)
@@ -225,7 +226,7 @@ def file_problem(path: Path, record: FileRecord) -> str | None:
     try:
         refuse_link(path)
         size = patiently(lambda: files.size(path))
-        if size != record.bytes:  # the size already differs
+        if size != record.bytes:  # the checksum need not be computed
             return f"{path.name} has {size:,} bytes instead of {record.bytes:,}"
         return _difference(path.name, patiently(lambda: files.hash(path)), record)
     except CorruptCheckpointError as error:

@@ -123,9 +123,9 @@ class RemoteFiles(Files):
     def create_exclusive(self, path: Path, data: bytes) -> bool:
         """Create a new object with this content; return False if the object exists.
 
-        If the store has conditional puts (S3 since 2024, Google, Azure, newer MinIO, and memory within one process),
-        only one of several callers succeeds. On other stores the existence is checked first, so that two callers at the
-        same time may both succeed.
+        If the store has conditional puts (S3 since 2024, Google, Azure, newer MinIO, and fsspec's memory file system
+        within one process), only one of several callers succeeds. On other stores the existence is checked first, so
+        that two callers at the same time may both succeed.
         """
         self._before("put", path)
         try:
@@ -177,9 +177,9 @@ class RemoteFiles(Files):
         keys = [_key(folder / name) for name in some]
         with _as_os_error(folder):
             if len(keys) > 1 and not any(set("*?[") & set(key) for key in keys):
-                _fs(folder).rm(keys)  # a list, so that many objects need one request
+                _fs(folder).rm(keys)  # passed as a list, so that many objects need one request
                 return
-            for key in keys:  # one by one: in a list, fsspec takes these characters for patterns
+            for key in keys:  # deleted one by one, since fsspec takes these characters in a list for patterns
                 _fs(folder).rm_file(key)
 
 
@@ -236,9 +236,10 @@ def _as_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (MemoryError, AttributeError, TypeError, NameError):
-        raise  # an error of instep itself
+        raise  # not converted, since it is an error in instep's own code
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # some libraries raise OSErrors without errno
+        # An OSError without errno, as some libraries raise, is converted too.
+        if isinstance(error, OSError) and error.errno is not None:
             raise
         raise OSError(_number(error), f"{type(error).__name__}: {error}", str(path)) from error
 
@@ -258,9 +259,9 @@ _NUMBERS = {
     "IsADirectoryError": errno.EISDIR,
     "NotADirectoryError": errno.ENOTDIR,
     "TimeoutError": errno.ETIMEDOUT,
-    "HTTPClientError": errno.ETIMEDOUT,  # botocore: failed connections, timeouts, incomplete answers
-    "ClientConnectionError": errno.ECONNABORTED,  # aiohttp
+    "HTTPClientError": errno.ETIMEDOUT,  # class of botocore for failed connections, timeouts, incomplete answers
+    "ClientConnectionError": errno.ECONNABORTED,  # class of aiohttp
     "ClientPayloadError": errno.ECONNABORTED,
-    "ConnectionError": errno.ECONNABORTED,  # builtin, requests
+    "ConnectionError": errno.ECONNABORTED,  # class of Python, and of the package requests
     "BlockingIOError": errno.EAGAIN,
 }

@@ -298,7 +298,7 @@ def _sum_of(value: Any, cast: Sequence[str] | None) -> tuple[str, int]:
 
 
 def check_left_out(saved: LeftOut, now: LeftOut, path: Path, module: Any, strict: bool) -> None:
-    """Check that a module's weights are those that a checkpoint did not save, by their digests.
+    """Check by digests that the weights that a checkpoint does not contain have the same values in the module.
 
     Raises:
         CheckpointError: the weights differ, or the module does not have them. If `strict` is False, warn instead.

@@ -107,7 +107,7 @@ class KeepNewest(Retention):
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """Policy that keeps, for every multiple of `steps`, the first checkpoint at or after that step forever.
+    """Policy that keeps forever, for every multiple of `steps`, the first checkpoint at or after that step.
 
     Args:
         steps: number of optimizer steps.

@@ -3,7 +3,7 @@
 These are the files of a checkpoint:
 
 model.safetensors              weights and buffers, under names without wrappers
-averaged.safetensors, live.safetensors   a second set of weights if a run averages them: only what differs
+averaged.safetensors, live.safetensors   if weights are averaged: those of the second set that differ from the first
 model_extra.json               values in the state dict that are not tensors
 optimizer.json/.safetensors    the optimizers' states by parameter name
                                if each rank writes its own part, the names of all these files get `-00000-of-00002` etc.
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunState:
-    """The state of a run that one rank writes. All of it is collected before, so that `write` waits for no other rank.
+    """The state of a run that one rank writes.
+
+    All of the state is collected before `write` is called, so that `write` waits for no other rank.
 
     Args:
         name: name of the file with the shared state: "trainer" or "accelerator".
@@ -166,7 +168,8 @@ class SavedRun:
         """
         for rank in range(self.shared["world_size"]):
             state = self.rank(rank)
-            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # raises for a missing file
+            # If `state` is None, the file is missing, and reading it raises an error.
+            yield self.reader.state(f"rank-{rank:05d}") if state is None else state
 
     def forget(self) -> None:
         """Free the states that were read, since their tensors may be as large as the model."""
@@ -205,8 +208,8 @@ class SavedRun:
         All ranks that read the same part of the data have the same random state.
 
         Args:
-            own: saved state of the same rank, if the data is still divided in the same way; None: search the states of
-                all ranks.
+            own: saved state of the same rank, if the data is divided over the ranks as it was at the save. None: search
+                the states of all ranks.
             data_rank: index of the part of the data that this rank reads.
 
         Returns:
@@ -224,7 +227,7 @@ class SavedRun:
             set_rng_state(rng, self.path)
 
     def restore_schedule(self, name: str, scheduler: Any, state: Any, with_optimizer: bool) -> None:
-        """Load a learning-rate scheduler's state; if the optimizer's state is not loaded, let it set the rates."""
+        """Load a learning-rate scheduler's state; without the optimizer's state, let the scheduler set the rates."""
         with loading_state(self.path, f"the scheduler {name}"):
             scheduler.load_state_dict(checked_schedule(scheduler, state))
             if not with_optimizer:

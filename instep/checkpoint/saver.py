@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from instep import checkpoint  # names in it are imported when used
+from instep import checkpoint  # names of this package are imported when they are used
 from instep.distributed.rank_zero import RankGroup
 from instep.utils.paths import to_path
 
@@ -29,8 +29,8 @@ class RunSaver(ABC):
     """Save the checkpoints of one run. All methods are called on the training thread.
 
     Attributes:
-        newest: object that keeps the newest full state of a run that resumes by itself, or None. A save calls its
-            methods `superseded` and `note`.
+        newest: object that saves the newest full state of a run that resumes by itself; None if the run has no such
+            object. `save` calls the object's methods `superseded` and `note`.
     """
 
     newest: Any = None
@@ -109,7 +109,8 @@ class RunSaver(ABC):
                 checkpoint is deleted by a policy.
             known: checkpoints in this folder that the policy decides about, oldest first.
             drop: further checkpoints to delete after the new one has been verified.
-            keeper: callback that requested this save, for `newest`; None if no callback lists the checkpoint.
+            keeper: callback, such as a ModelCheckpoint, that requested this save and manages the checkpoint; it is
+                passed to `newest`. None: no callback does.
             info: JSON values for the manifest, such as monitor, mode and score.
         """
         newest = None if keeper is None or weights_only else self.newest
@@ -201,11 +202,11 @@ class RunSaver(ABC):
         """
 
     def _saving(self) -> AbstractContextManager[Any]:
-        """Return a context manager for the time of a save."""
+        """Return a context manager that is entered while the run saves."""
         return nullcontext()
 
     def _prepare(self, weights_only: bool) -> None:  # noqa: B027  not every run needs it
         """Prepare the run for `_collect`, before a save begins."""
 
     def _committed(self, path: Path, weights_only: bool) -> None:  # noqa: B027  not every run needs it
-        """Called for each complete checkpoint, such as to pass it to the loggers."""
+        """Process a complete checkpoint, for instance by passing it to the loggers; called once for each checkpoint."""

@@ -269,7 +269,7 @@ def find_checkpoint(path: Location) -> Path:
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint; the message says what is there.
-        CorruptCheckpointError: all folders with that name are damaged; its `path` is the latest of them.
+        CorruptCheckpointError: all folders with that name are damaged; the error's `path` is the latest folder.
         CheckpointError: the folders with that name have scores of different metrics.
 
     Example:

@@ -72,7 +72,7 @@ class CheckpointStore:
     def __init__(
         self, root: Location, files: Files | None = None, *, ranks: RankGroup | None = None, lease: Lease | None = None
     ) -> None:
-        self.root = to_path(root).absolute()  # independent of later changes of the working directory
+        self.root = to_path(root).absolute()  # absolute, so that the working directory may change later
         self.files = files if files is not None else files_of(self.root)
         self.ranks = ranks if ranks is not None else RankGroup()
         self.lease = lease
@@ -230,8 +230,8 @@ class CheckpointStore:
             kind: kind of the checkpoint: "full" or "weights". None: any kind, but only "full" for "auto".
             monitor: metric for "best"; needed only if the checkpoints have scores of several metrics.
             mode: "min" or "max" for "best"; needed only if the checkpoints have scores of both modes.
-            line: the line of the run to search; other checkpoints are ignored. None: the run that saved last, and for
-                "last" and "auto" the other runs after it, if none of its checkpoints can be verified.
+            line: the checkpoints to search; others are ignored. None: search those of the run that saved last and, if
+                none of them can be verified, for "last" and "auto" those of the other runs too.
             also: further folders to search.
 
         Returns:
@@ -373,7 +373,7 @@ class CheckpointStore:
                 f"saving step {step} failed, and is tried again in another folder: {before.why}",
             )
         base = names.base_name(step, name)
-        self._check_lease()  # before the folder is created: another run may have taken it over
+        self._check_lease()  # checked before anything is created, since another run may hold `root` now
         try:
             self.files.make_root(self.root)
             # All saves of a step get different attempt numbers, even with other names, so that their order is known.
@@ -440,7 +440,7 @@ class CheckpointStore:
         """Return a serial number higher than those of all saves of the run and of the folder."""
         known = None if self.lease is None else self.lease.serial
         if known is None:
-            known = max((other.serial for other in facts(self.root)), default=0)  # copied checkpoints count too
+            known = max((other.serial for other in facts(self.root)), default=0)  # also copied checkpoints
         return 1 + max(known, line.serial)
 
     def _delete(self, folder: Path) -> None:
@@ -474,7 +474,7 @@ class CheckpointStore:
 
         Args:
             folder: folder that the save has written to.
-            renamed: final folder, if an attempt was made to rename `folder` to it, which may have succeeded; else None.
+            renamed: final folder, if the failed save may already have renamed `folder` to it; else None.
         """
         try:
             self.files.delete(folder if renamed in (None, folder) or folder.exists() else renamed)
@@ -494,7 +494,7 @@ class CheckpointStore:
         return [problem for problem in every if problem is not None]
 
     def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[Reader | None, list[str]]:
-        """Open the first checkpoint that can be verified; return its reader and texts about the damaged ones before."""
+        """Open the first checkpoint that can be verified; return its reader and texts on the damaged ones before it."""
         broken: list[str] = []
         for candidate in candidates:
             if isinstance(candidate, Broken):
@@ -546,7 +546,7 @@ def _candidates(
     line: Line | None,
     holder: str | None,
 ) -> tuple[Sequence[CheckpointInfo | Broken], int]:
-    """Return the checkpoints to try for a keyword, in this order, and the number of other runs in the folder.
+    """Return the checkpoints to try for a keyword, the first one first, and the number of other runs in the folder.
 
     The run that saved last is the run that last held the folder's lease. Serial numbers alone do not show this, since a
     copied checkpoint has a serial number of another folder.

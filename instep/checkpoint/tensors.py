@@ -55,7 +55,8 @@ FORMAT_NAMES = {
     "bool": "BOOL",
 }
 _SUMMED_ELEMENTS = 2**22  # number of elements that are summed at a time
-_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd numbers with well mixed bits
+# odd factors by which `content_sum` mixes the bits of each element
+_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 _RAW_NAMES = {"complex128", "complex32", "float4_e2m1fn_x2"}
 
 
@@ -361,5 +362,5 @@ def content_of(tensor: Tensor) -> Data:
     if tensor.numel() == 0:
         return b""
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    # reshape(-1) would not do: it keeps the stride of a tensor with one element, which view() then refuses.
+    # as_strided is used because reshape(-1) keeps the stride of a tensor with one element, and view() may refuse it.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -33,7 +33,8 @@ _INDEX = ".json"  # ending of an index: a file that names the files of a large m
 _NESTED = ("state_dict", "model", "model_state_dict")  # keys of the weights in files of Lightning and of common scripts
 
 _HUB_INDEX = "model.safetensors.index.json"  # name of the index on the Hugging Face hub
-_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # names of weight files on the hub, by `safe`
+# names of weight files on the Hugging Face hub, by the argument `safe` of `save_weights`
+_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}
 _Weights: TypeAlias = "Mapping[str, StoredTensor] | Mapping[str, Tensor]"
 
 

@@ -13,7 +13,7 @@ FOLDERS = ("zero", "dcp")
 
 
 def find_foreign_folder(path: Path) -> tuple[ModuleType, Path] | None:
-    """Return the module that reads a folder of another package, and the folder with the weights; None without one."""
+    """Return the module that can read another package's folder, and the folder with the weights; None if none can."""
     readers = (import_module(f"{__name__}.{name}") for name in FOLDERS)
     return next(((reader, folder) for reader in readers if (folder := reader.find_folder(path)) is not None), None)
 

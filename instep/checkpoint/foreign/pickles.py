@@ -1,8 +1,8 @@
 """Read pickles without importing or calling anything: a plain record replaces each class and function in them.
 
 Python's own unpickler is used, with a `find_class` that returns records. Only the instructions that pickles of data
-need are allowed. None of these returns registered objects (extension codes of `copyreg`), or allocates memory only
-because of a length in the file.
+need are allowed. No allowed instruction returns registered objects (extension codes of `copyreg`), and none allocates
+memory only because the file states a length.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_pickle(data: bytes | BinaryIO) -> Any:
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:
         return _Reader(stream, encoding="latin1").load()
-    except pickle.UnpicklingError as error:  # replaced, since its message speaks of loading unsafe files
+    except pickle.UnpicklingError as error:  # else it would be reported that the file needs to run code
         raise ValueError(str(error)) from error
 
 
@@ -115,7 +115,7 @@ def _is_flat(key: Any, levels: int = 3) -> bool:
 
 
 def _hashing(name: str, keys: slice) -> Callable[[Any], None]:
-    """Make a replacement for an instruction of the unpickler that refuses deeply nested keys before hashing them."""
+    """Replace an instruction of the unpickler by a function that refuses deeply nested keys before it hashes them."""
 
     def checked(reader: Any) -> None:
         if not all(map(_is_flat, reader.stack[keys])):
@@ -133,7 +133,7 @@ _HASHING = {
 
 
 class _Reader(pickle._Unpickler):
-    """Unpickler with fewer instructions. It derives from the one in Python, since that in C cannot be restricted."""
+    """Unpickler with fewer instructions. Its base class is the Python one, since the C class cannot be restricted."""
 
     dispatch = {
         **dict.fromkeys(range(256), _refuse),

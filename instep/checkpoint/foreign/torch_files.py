@@ -84,7 +84,7 @@ def _check(file: BinaryIO) -> None:
     """Raise ValueError if the sizes in a file of torch.save are inconsistent."""
     size = file.seek(0, 2)
     file.seek(0)
-    zipped = file.read(4) == b"PK\x03\x04"  # torch makes the same test
+    zipped = file.read(4) == b"PK\x03\x04"  # torch.load recognizes a zip file by the same bytes
     file.seek(0)
     if zipped:
         _check_zip(file, size)
@@ -109,7 +109,8 @@ def _check_zip(file: BinaryIO, size: int) -> None:
             raise ValueError(f"{len(pickles)} records data.pkl, or one that is too large")
         folder = pickles[0].removesuffix("data.pkl")
         small = (name for name in records if name != pickles[0] and not name.startswith(f"{folder}data/"))
-        if any(records[name].file_size > _SMALL_BYTES for name in small):  # torch reads these records into memory
+        # torch reads these records into memory as a whole.
+        if any(records[name].file_size > _SMALL_BYTES for name in small):
             raise ValueError("a record that is no storage is too large")
         stored = {name.removeprefix(f"{folder}data/"): entry.file_size for name, entry in records.items()}
         _check_value(read_pickle(archive.read(pickles[0])), stored)

@@ -41,7 +41,7 @@ _STAND_INS: list[Any] = [
 
 
 def find_folder(path: Path) -> Path | None:
-    """Return the folder of a tag: `path` itself, or the tag that the file `latest` in it names; None without one."""
+    """Return the folder of a tag: `path`, or the folder that `path/latest` names; None if it is not DeepSpeed's."""
     latest = path / "latest"
     tagged = path
     if isinstance(path, Path) and latest.is_file():
@@ -114,7 +114,7 @@ def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], ga
 
 
 def _stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Join ZeRO stage 3 weights: each parameter is partitioned over ranks; a rank stores its parts in a row."""
+    """Join ZeRO stage 3 weights: each parameter is partitioned over ranks; a rank stores its parts one by one."""
     found: dict[str, Tensor] = {}
     begin = 0
     for name, shape in (item for group in shapes for item in group.items()):
