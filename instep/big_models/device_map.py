@@ -224,7 +224,10 @@ def get_balanced_memory(
 
 
 def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str]) -> int:
-    """Return the bytes to add to a device's share, since some parts cannot be split: 1.25 of a block or mean layer."""
+    """Return the number of bytes to add to a device's share, since some parts of the model cannot be split.
+
+    This is 1.25 times the size of the largest block that is not split, or of the mean layer if that is larger.
+    """
     blocks = [sizes[name] for name, module in model.named_modules() if type(module).__name__ in no_split]
     tensors = {name for name, module in model.named_modules() if module._parameters or module._buffers}
     inner = {owner for name in tensors for owner in [*owners(name)][:-1]}
@@ -280,7 +283,7 @@ def infer_auto_device_map(
         clean_result: whether a module whose parts are all on one device gets one entry.
         offload_buffers: whether buffers of offloaded layers are offloaded too. If not, all buffers are on an
             accelerator, and a warning is given if no accelerator has room for them.
-        fallback_allocation: whether a device on which the next part does not fit gets the first later part that does.
+        fallback_allocation: whether a device that is too small for the next part gets the first later part that fits.
 
     Returns:
         A device for each part: the number of an accelerator, "mps", "cpu" or "disk".
@@ -408,7 +411,7 @@ class _Plan:
         self.devices.update(dict.fromkeys(names, device))
 
     def _split_one_of(self, names: Collection[str]) -> bool:
-        """Split the last named part that can be split; return True if there is one. Earlier parts keep their order."""
+        """Split one of the named parts, the last one that can be split; return True if there is such a part."""
         for place in reversed(range(len(self.left))):
             name = self.left[place][0]
             parts = split(self.left[place], self._no_split) if name in names else []

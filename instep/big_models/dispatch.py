@@ -69,8 +69,8 @@ def dispatch_model(
 
     A module computes on its device. A module on "cpu" or "disk" computes on the main device, to which its weights are
     copied for its forward; if the main device is the CPU, weights on "cpu" stay where they are. Between forwards,
-    weights on the disk are on the meta device. On a CPU they are used without a copy, memory-mapped from their file.
-    For other devices, a thread reads the next block while one block computes.
+    weights on "disk" are on the meta device. If the main device is the CPU, their forward uses them without a copy,
+    memory-mapped from their file. For other devices, a thread reads the next block while one block computes.
 
     `model.state_dict()` has the values of all weights, offloaded ones too. The values of offloaded weights cannot be
     changed, so trainable weights must be on a device.
@@ -147,7 +147,7 @@ def dispatch_model(
         )
 
     attach_hooks(model, make)
-    shared.clear()  # otherwise copies of weights on a device would stay in main memory
+    shared.clear()  # the dict would keep originals of weights that are now on a device in main memory
     _Dispatched(model, weights)
     prefetch_blocks(model, weights, {name: where.device(name) for name in devices if where.is_away(name)})
     if weights:
@@ -158,7 +158,7 @@ def dispatch_model(
 
 
 def _check_model(model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
-    """Raise if a model is dispatched already, or if values have other shapes than its weights."""
+    """Raise if a model is dispatched already, or if the shapes of `values` are not those of the model's weights."""
     if offloaded_names(model):
         raise UsageError(f"{type(model).__name__} is dispatched already: call remove_hook_from_submodules(model) first")
     own = {} if values is None else model.state_dict()
@@ -182,7 +182,7 @@ class _Where:
     Args:
         devices: the device map.
         main: device where offloaded modules compute.
-        away: the values of the map that mean offloaded.
+        away: devices of the map whose modules are offloaded, such as "disk".
     """
 
     def __init__(self, devices: Mapping[str, Device], main: torch.device, away: Collection[Device]) -> None:

@@ -243,7 +243,7 @@ def _detach(subject: Any) -> None:
 
 
 class _Slot:
-    """Place of one offloaded weight in a module, and its value for code outside of the forward.
+    """Location of an offloaded weight in a module; it also reads the weight for code outside of the forward.
 
     Args:
         hook: the module's hook, which has the weights map.
@@ -264,9 +264,9 @@ class _Slot:
                 swap_tensors(holder[leaf], self.empty)
                 self.empty = holder[leaf]
         self._there: Tensor | None = None  # the weight in the module during a forward
-        self._value: Tensor | None = None  # tensor from which `_kept` was made
+        self._value: Tensor | None = None  # value in the map of weights from which `_kept` was made
         self._kept: Tensor | None = None
-        # The value from which the weight was made last; the same value is not converted again.
+        # The value from which the weight was made last. If the map of weights returns it again, the weight is kept.
         self._seen: ref[Tensor] | None = None
 
     @property
@@ -296,13 +296,13 @@ class _Slot:
         return self._made(weights[self.name], self.hook.device)
 
     def _made(self, value: Tensor, device: torch.device | None) -> Tensor:
-        """Make the weight from its value on a device; a value that is there already is used without a copy."""
+        """Make the weight on a device from its value; a value that is on this device already is not copied."""
         kept = self._kept if self._value is value else None
         if kept is None:
             there = value if device is None or value.device == device else value.to(device)
             kept = tensor_like(self.empty, there)
-            # Until the next forward, only a tensor that takes no extra memory is kept: one that the map of weights
-            # holds anyway.
+            # The weight is kept for the next forward only if it takes no extra memory, because the map of weights
+            # holds its value anyway.
             stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
             self._value, self._kept = (value, kept) if stays else (None, None)
             self._seen = ref(value)
@@ -313,7 +313,7 @@ class _Slot:
 
     def __getstate__(self) -> dict[str, Any]:
         nothing = dict.fromkeys(("_there", "_value", "_kept", "_seen"))
-        return {**vars(self), **nothing}  # a copy of the module reads the same files
+        return {**vars(self), **nothing}  # a copy of the module makes its weights from the map again
 
     def unload(self) -> None:
         """Replace the weight in the module by its placeholder on the meta device."""
@@ -496,7 +496,7 @@ def _placed(tensor: Tensor, device: torch.device, shared: MutableMapping[Any, An
 
 
 def tensor_like(old: Tensor, value: Tensor) -> Tensor:
-    """Make a parameter or buffer from a value, with the attributes that users set on the old one."""
+    """Make a parameter or buffer from a value, with the attributes that users set on `old`, which it replaces."""
     if not isinstance(old, nn.Parameter):
         return value
     if isinstance(value, nn.Parameter):
@@ -709,7 +709,7 @@ def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevice
 
 
 def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
-    """Return whether a module reads weights of submodules without calling them, so that it needs all at once."""
+    """Return whether a module reads weights of submodules without calling them, so it needs all weights at once."""
     return type(module).__name__ in classes or isinstance(module, _READ_WITHIN)
 
 

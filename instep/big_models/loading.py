@@ -43,7 +43,7 @@ from instep.utils.warn import warn_user
 DISK = "disk"
 _AT_ONCE = 64 * 2**20  # number of bytes that are read ahead while earlier bytes are used
 _SHOWN = 8  # maximum number of names in an error text
-_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")  # a name with such an ending is not a hub repository
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")  # a name that ends like this is no hub repository
 
 
 def load_checkpoint_in_model(
@@ -60,7 +60,7 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, each weight to its device; then `dispatch_model` makes a divided model run.
+    """Load a checkpoint into a model, each weight to its device. To run a divided model, call `dispatch_model` then.
 
     Without a device map, weights that the model has are read into their memory, and those on the meta device get memory
     of their own. But inside a block that builds modules without values (`init_empty_weights`; `configure_model` under
@@ -302,7 +302,7 @@ def open_checkpoint(checkpoint: Location) -> Source:
     main = _main_file(path) if path.is_dir() else path
     try:
         weights = stored_weights(main)
-    except CheckpointNotFoundError as error:  # the error of a folder would speak only of checkpoints of runs
+    except CheckpointNotFoundError as error:  # for a folder, this error mentions only checkpoints of runs
         raise CheckpointNotFoundError(
             f"{error}; and no {SAFE} or {SAFE_INDEX}, {PICKLED} or {PICKLED_INDEX}. Give the path of the weights.",
             path=path,
@@ -400,7 +400,7 @@ class _Weight:
 
     @property
     def in_place(self) -> bool:
-        """Whether the model has memory for the weight in its stored form, which may be overwritten."""
+        """Whether the weight can be read directly into the memory that the model has for it, without conversion."""
         has_memory = self.device is None and not self.old.is_meta and self.old.dtype == self.dtype
         return has_memory and isinstance(self.stored, LazyTensor) and self.stored.mappable
 

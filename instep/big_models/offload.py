@@ -1,8 +1,8 @@
-"""Weights outside the model: mapped from the checkpoint's own files, or from an offload folder that knows its model.
+"""Weights outside the model: mapped from the checkpoint's own files, or from a folder that was written for offloading.
 
 Only weights that cannot be mapped from their file are written to an offload folder: weights with another dtype than the
-checkpoint's, and those of pickled files. The folder holds one ordinary safetensors file. Its header names the model and
-the checkpoint; the file is used again for the same model and checkpoint, and refused for any others.
+checkpoint's, and those of pickled files. The folder holds one ordinary safetensors file, whose header names the model
+and the checkpoint. The file is used again for the same model and checkpoint, and refused for any others.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def put_tensor(model: nn.Module, names: Sequence[str], old: Tensor, value: Tenso
     new: Any = value
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(value, old.requires_grad and value.is_floating_point())
-        new.__dict__.update(old.__dict__)  # keeps attributes, such as marks of tensor parallelism
+        new.__dict__.update(old.__dict__)  # copy attributes, such as marks of tensor parallelism
     for name in names:
         prefix, _, leaf = name.rpartition(".")
         owner = model.get_submodule(prefix)

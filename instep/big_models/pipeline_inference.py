@@ -51,8 +51,8 @@ def prepare_pippy(
     A model that was built without values (`init_empty_weights`) and knows its checkpoint (`load_checkpoint_in_model` in
     the same block) is never whole in the memory of any rank: each rank reads only the weights of its stage.
 
-    Split a model that torch.export cannot trace by hand: `TrainModule.pipeline_stages`, `MeshStrategy(pp=N)` and
-    `Trainer.predict`.
+    If torch.export cannot trace a model, split the model by hand, with `TrainModule.pipeline_stages`,
+    `MeshStrategy(pp=N)` and `Trainer.predict`.
 
     Args:
         model: the model, on the CPU, on this rank's device, or without values. Its forward is replaced, and it
@@ -89,7 +89,7 @@ def prepare_pippy(
         (arXiv:1811.06965).
     """
     stages = PartialState().num_processes
-    if stages > 1:  # an older torch fails when it traces, or when it runs a single micro-batch
+    if stages > 1:  # torch before 2.11 fails when it traces, or when it runs a single micro-batch
         check_torch(2, 11, purpose="prepare_pippy with several processes")
     if num_chunks is not None and num_chunks < 1:
         raise SettingError(f"num_chunks={num_chunks} must be at least 1", field="num_chunks", got=num_chunks)
@@ -303,7 +303,7 @@ class _Called(nn.Module):
         super().__init__()
         self.model = model
         found: list[tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]] = []
-        # These are functions, since torch.export forbids changes of a module's attributes.
+        # The following attributes are functions, since torch.export forbids changes of a module's attributes.
         self._call = lambda tensors: with_tensors(inputs, tensors)
         self._note = lambda *what: found.append(what)
         self._found = lambda: found[-1]

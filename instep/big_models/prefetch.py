@@ -76,7 +76,7 @@ class Prefetcher:
                     del self._held[block]  # the block is forgotten, so that the next forward reads it again
             raise
         with self._lock:
-            if self._held.get(block) is read:  # this is False if a forward in another thread is already further
+            if self._held.get(block) is read:  # False if a forward in another thread has released the block
                 self._work.weights.staged.update(read.tensors)
 
     def _advance(self, block: int) -> list[_Read]:

@@ -62,8 +62,8 @@ class BnbQuantizationConfig:
         bnb_4bit_compute_dtype: dtype in which 4-bit layers compute: "fp32", "fp16", "bf16" or a torch.dtype.
         torch_dtype: dtype of all weights that are not quantized; None: float16 with 8 bits, the compute dtype with 4
             bits.
-        skip_modules: names of modules that are not quantized, nor are their submodules: full names, or their last
-            parts. None: the output layer, and modules with tied weights.
+        skip_modules: modules that are not quantized, including all their submodules; given by full names, or by the
+            last parts of names. None: the output layer, and modules with tied weights.
         keep_in_fp32_modules: names of modules that are not quantized, and whose weights are float32.
 
     Raises:
@@ -333,7 +333,7 @@ def _kept_by_default(model: nn.Module) -> list[str]:
 
 
 def _is_in(name: str, modules: Iterable[str]) -> bool:
-    """Return True if a name lies in one of some modules; the modules' names may lack their leading parts."""
+    """Return True if a name is, or lies inside, one of `modules`, whose names may leave out leading parts."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
@@ -383,7 +383,7 @@ class _Weights:
                 field="weights_location",
             )
         missing = [name for name, there in self._from.items() if there is None]
-        missing += [name for name in meta if name not in self._own]  # buffers that are in no checkpoint
+        missing += [name for name in meta if name not in self._own]  # non-persistent buffers, which no checkpoint has
         shapes = [
             f"{name} is {tuple(self.stored[there].shape)} there and {tuple(self._own[name].shape)} in the model"
             for name, there in self._from.items()
