@@ -32,7 +32,7 @@ from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 Plain = bool | int | float | str
 _VERSION = 1
 _MOST_FILES = 64  # maximum number of files in the cache, one for each searched folder
-_MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # limits for a run in the cache; a run with more is read each time
+_MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # limits for a run in the cache; a larger run is read each time
 _KEPT = ("exit_code", "signal", "run_id", "host", "pid", "checkpoint", "command", "started", "ended")
 _LIVE, _LIMITS = ("starting", "running"), ("max_epochs=", "max_steps=", "max_samples=", "max_tokens=")
 
@@ -98,7 +98,7 @@ class Entry:
 
     @property
     def outcome(self) -> str:
-        """State of the run by which runs are counted: "finished" means that no metric ended nan or infinite."""
+        """State by which runs are counted; "ended nan" and the like if the run finished with such a metric."""
         state = self.run.status.state
         return f"ended {self.ends[self.bad].last:g}" if self.bad and state == "finished" else state
 
@@ -198,9 +198,9 @@ def params_of(run: Run) -> dict[str, Plain]:
 
 
 def at_path(path: str) -> list[Entry]:
-    """Return the runs that a word names: runs at a folder and below it, or the run with this name.
+    """Return the runs that `path` means: all runs at and below a folder, or the run with this name.
 
-    If the word is the folder of a run, the run gets the name that it has in a list of the runs beside it.
+    If `path` is the folder of a run, the run gets the name that it has in a list of all runs in the parent folder.
 
     Args:
         path: a folder, or a name that `instep runs ls` shows.
@@ -214,7 +214,7 @@ def at_path(path: str) -> list[Entry]:
     if next(below(folder, 0), None) is None:
         return read_entries(folder)
     beside = {entry.run.folder: entry for entry in read_entries(folder.parent, 1)}
-    # Only if this folder itself is a run, since folders inside it are then not runs of their own.
+    # If this folder itself is a run, return only this run: folders inside it are not runs of their own.
     if folder in beside and os.path.lexists(folder / STATUS):
         return [beside[folder]]
     found = read_entries(folder)
@@ -233,14 +233,14 @@ def _named(name: str) -> list[Entry]:
 
 
 def find_one(word: str) -> Entry:
-    """Find the run that a word means: its folder or its name.
+    """Find one run, given by its folder or by its name.
 
     Raises:
         UsageError: no run or several runs have this name.
     """
     found, folder = at_path(word), Path(word).absolute()
     if folder.is_dir():
-        # Only the run in this folder itself, and not runs in folders below it.
+        # Keep only the run of this folder itself, and not the runs in folders below it.
         found = [entry for entry in found if entry.run.folder == folder]
     if len(found) == 1:
         return found[0]
@@ -308,7 +308,7 @@ def _row(entry: Entry) -> list[Any] | None:
     ends = {name: [_number(value) for value in astuple(ends)] for name, ends in entry.ends.items()}
     told = [status.state, status.cause, status.step, status.epoch, {str(k): v for k, v in status.by_rank.items()}, said]
     row = [[list(each) for each in run.stamp], told, asdict(run.label), params, ends, entry.monitor]
-    # Converted to the form that reading the file returns, so that both can be compared.
+    # Convert the row to the form that it has when it is read from the file, so that rows can be compared.
     return json.loads(json.dumps(row))
 
 
@@ -327,7 +327,7 @@ def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
         _check(params.values(), (bool, int, float, str))
         status = RunStatus(state, cause, {int(k): str(v) for k, v in by_rank.items()}, step, epoch, dict(said))
         run = Run(path_below(folder, root), folder, status, updated(stamp), stamp)
-        run.__dict__["label"] = label_of(label)  # sets the cached property, so that the label is not read from its file
+        run.__dict__["label"] = label_of(label)  # set the cached property, so that the label is not read from its file
         return Entry(run, params, {name: _ends(*of) for name, of in ends.items()}, monitor)
     except (TypeError, ValueError, AttributeError, OverflowError):
         return None

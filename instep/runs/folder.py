@@ -22,7 +22,7 @@ from instep.runs.status import STATUS, RunStatus, look, own
 from instep.utils import plain_yaml
 from instep.utils.untrusted_files import clean, open_regular
 
-DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0 has four; two are added for safety
+DEPTH = 6  # levels of folders to search: runs/<experiment>/instep_runs/version_0 has four; two are added for safety
 _IS_LOG = re.compile(r"metrics\.(jsonl|csv)|events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
 _WATCHED = (STATUS, HPARAMS, LABEL, PROGRESS, FAILURES, PACES_FILE, "checkpoints")
 _LOGS = ("*.log", "*/*.log", "*/attempt_*/*/std*.log", "*/*/attempt_*/*/std*.log", "wandb/*/files/output.log")
@@ -208,7 +208,7 @@ def below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
 
 
 def look_at(folder: Path, root: Path, stamp: Stamp, before: Run | None = None) -> Run:
-    """Make the record of a run below `root`; reuse an earlier record with the same stamp if the run has ended."""
+    """Make the record of a run below `root`; for an ended run, reuse the record `before` if its stamp is the same."""
     live = before is not None and before.status.state in ("running", "starting")
     if before is not None and before.stamp == stamp and not live:
         return before

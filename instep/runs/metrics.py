@@ -189,7 +189,7 @@ class MetricsReader:
         self._too_many = False
 
     def read(self) -> Metrics:
-        """Read what was added since the last call, and return everything."""
+        """Read what was added since the last call, and return the whole curves, earlier points included."""
         curves: dict[str, Curve] = {}
         problems: list[str] = []
         sources: list[str] = []

@@ -20,11 +20,12 @@ _OPTION = re.compile(r"(?:--?)?([A-Za-z_][\w./-]{0,63})=(.{0,200})", re.DOTALL)
 
 
 def call(runs: Sequence[tuple[Run, Params]]) -> list[str]:
-    """Name runs: by the user's name, the folder's own name, or the settings that differ from the runs beside them.
+    """Name runs by their label, by their folder if it is not `version_N`, or by the settings that differ between runs.
 
-    Runs in the same folder are neighbors. A run without neighbors gets the name of the nearest folder above it that has
-    a name of its own. If no setting differs, the name is the program and the time of its start. If several runs would
-    have the same name, the number of the folder is added to each.
+    Only settings of runs in the same folder (neighbors) are compared. A run without neighbors gets the name of the
+    nearest folder above it that is neither a `version_N` nor a usual name, such as `lightning_logs`. If no setting
+    differs, the name is the program and the time of its start. If several runs would have the same name, the number of
+    the folder is added to each.
 
     Args:
         runs: the runs, each with its hyperparameters.
@@ -111,7 +112,7 @@ def _name(run: Run, params: Params, differ: Sequence[str], alone: bool) -> str:
 
 
 def _place(folder: Path) -> str:
-    """Return the name of the nearest folder above a run, but no number and no usual name; "" if there is none."""
+    """Return the name of the nearest folder above a run, except `version_N` and usual names; "" if there is none."""
     above = (name for name in reversed(folder.parts[1:-1]) if number_of(name) is None)
     return clean(next((name for name in above if name not in (RUNS, "lightning_logs")), ""), "")
 

@@ -18,8 +18,8 @@ class Paces:
     Args:
         time_s: when the times were measured, in seconds since 1970; 0 if there are none.
         slow: ranks that make the other ranks wait.
-        ranks: for each rank, the busiest first: rank, host, and seconds of a step, of its own work and of waiting for
-            data.
+        ranks: a tuple for each rank, the busiest first: rank, host, and the seconds of a whole step, of the rank's own
+            work in a step, and of waiting for data in a step.
     """
 
     time_s: float = 0.0

@@ -23,8 +23,8 @@ MARK = "\u200e"
 """Unicode's left-to-right mark: an invisible character after which a line goes on from left to right."""
 _GAP, _LEAST = 2, 10  # number of blanks between columns, and the smallest width to which a text is cut
 _LONG = 100  # maximum number of characters of a text if nothing else limits the width
-_ALWAYS = 2  # highest rank of columns that are never left out (state, best value), even if the name must be cut
-_FEW = 8  # maximum number of runs whose ends are described below the table
+_ALWAYS = 2  # columns with a `rank` up to this (state, best value) are never left out, even if names must be cut
+_FEW = 8  # maximum number of runs for which the lines below the table say why they ended
 _UP = ("acc", "auc", "f1", "bleu", "rouge", "dice", "iou", "precision", "recall", "score", "reward", "r2", "map")
 _FACTS: dict[str, Callable[[Entry], Any]] = {
     "name": lambda entry: entry.name,
@@ -103,7 +103,8 @@ class Column:
         header: header of the column.
         cells: text for each run.
         right: whether the texts are aligned to the right.
-        rank: columns with the greatest rank are left out first if there is no room; the column with names has rank 0.
+        rank: position by importance; 0 for the column with names. Without enough room, the columns with the greatest
+            number are left out first.
         cut: whether the texts may be cut.
     """
 
@@ -140,7 +141,8 @@ class Table:
         Args:
             entries: all runs.
             columns: hyperparameters and metrics; if empty, the hyperparameters that differ, and one metric.
-            sort: hyperparameter, metric or fact; the best or smallest comes first, with `:max` the greatest.
+            sort: name of a hyperparameter, a metric or a property such as "step"; the best or smallest value is first,
+                or the greatest one if `:max` is added to the name.
             condition: condition on the runs (`instep.runs.where`); if empty, all runs are chosen.
 
         Raises:
@@ -231,7 +233,7 @@ class Table:
         """Return lines on how many runs are in each state, which run is best and by how much, and what went wrong.
 
         Args:
-            told: whether the table already shows the reasons of all ends uncut.
+            told: whether the table already shows, uncut, why each run ended.
             gone: headers of the columns that were left out.
         """
         counts = Counter(entry.outcome for entry in self.entries)
@@ -288,7 +290,7 @@ def search(entries: Iterable[Entry], text: str, state: str = "all") -> list[Run]
 
 
 def value_of(entry: Entry, name: str) -> Any:
-    """Return a fact, a hyperparameter or the last value of a metric of a run; None if the run does not have it."""
+    """Return a property (such as "state"), hyperparameter or metric's last value of a run; None if the run lacks it."""
     if name in _FACTS:
         return _FACTS[name](entry)
     if name in entry.params:
@@ -322,7 +324,7 @@ def _order(sort: str, entries: Sequence[Entry]) -> Callable[[Entry], tuple[int, 
 
 
 def value_is_plain(name: str, entries: Sequence[Entry]) -> bool:
-    """Return True if a name is the name of a fact or a hyperparameter, and not of a metric."""
+    """Return True if a name is that of a run's property, such as "state", or of a hyperparameter, not of a metric."""
     return name in _FACTS or any(name in entry.params for entry in entries)
 
 
@@ -356,7 +358,8 @@ def cut(text: str, width: int) -> str:
 def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[str], bool]:
     """Lay out a table within a width, with one line for each run.
 
-    If there is not enough room, columns with the highest rank are left out first. Then texts are cut, names last.
+    If there is not enough room, the least important columns (with the highest `rank`) are left out first. Then texts
+    are cut; names are cut last.
 
     Args:
         columns: all columns, the column with names first.

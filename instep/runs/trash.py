@@ -81,8 +81,8 @@ def remove(folder: Path) -> Path:
         if own(saved, folder) and saved.is_dir():
             from instep.checkpoint.lease import Lease  # imported late, since it loads torch
 
-            # The lease is taken under the run's own id, so that the run is the last holder of the folder if it is put
-            # back.
+            # The lease is taken under the run's own id, so that the run is still the folder's last holder if a user
+            # moves it back from the trash.
             run_id = (read_status(folder) or {}).get("run_id")
             lease = Lease.take(saved, str(run_id))
             stack.callback(lease.release)

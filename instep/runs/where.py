@@ -21,11 +21,11 @@ _EXPECTED = "write it as 'lr<0.1 and state=finished'; there are = != < <= > >= ~
 def parse(text: str) -> Condition:
     """Parse a condition into a function of a run.
 
-    `and` binds closer than `or`, and `not` closer still. Numbers are compared as numbers, texts as texts. A run that
-    lacks the name fulfils only `!=`. A tuple, such as the tags, is equal to each of its members.
+    `not` binds closer than `and`, and `and` closer than `or`. Numbers are compared as numbers, texts as texts. A run
+    that has no value of the name fulfils only `!=`. A tuple, such as the tags, is equal to each of its members.
 
     Args:
-        text: names, signs and values; a name or value with blanks stands in quotes.
+        text: names, comparison signs and values; a name or value that contains blanks is written in quotes.
 
     Raises:
         UsageError: the text is not a condition; the message shows the place.
