@@ -35,17 +35,18 @@ _STAGES = {
 def check_callback(make: Callable[[], Callback], *, module: Callable[[], TrainModule] = Net) -> None:
     """Check that a callback keeps the rules of callbacks, by small runs on the CPU.
 
-    The rules: no method looks like a hook and is not one. fit runs with the callback, and so do validate, test and
-    predict if `module` has a step and a loader for them. The callback's state consists of tensors and JSON values.
-    A run that is resumed in the middle of an epoch, with a new callback that loads the state, ends with the same
-    bits as a run that was not stopped, except for seconds (the keys `time_s` and `time_elapsed` of the state). No
-    hook raises after a batch has failed, and the callback can be used again after that.
+    The rules: no method has a name that resembles a hook's name but is never called. fit runs with the callback, and so
+    do validate, test and predict if `module` has a step and a loader for them. The callback's state consists of tensors
+    and JSON values. A run that is resumed in the middle of an epoch, with a new callback that loads the state, ends in
+    the same state, bit for bit, as a run that was not stopped, except for durations (the keys `time_s` and
+    `time_elapsed` of the state). No hook raises after a batch has failed, and the callback can be used again after the
+    failure.
 
     Args:
         make: the class, or a function without arguments that makes a new callback at each call.
         module: function that makes the module to train, which has its own loaders. The default is a regression on
-            batches `(x, y)` of shapes (4, 8) and (4, 2) that logs `train_loss` and `val_loss`; give another one if the
-            callback needs it.
+            batches `(x, y)` of shapes (4, 8) and (4, 2) that logs `train_loss` and `val_loss`; pass a function for
+            another module if the callback needs one.
 
     Raises:
         ContractError: a rule is broken; the text has the rule and what was seen.

@@ -27,9 +27,10 @@ from instep.utils.seed import seed_process
 def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> None:
     """Check that a data module keeps the rules of data modules, by runs of a few batches on the CPU.
 
-    The rules: no method looks like a hook and is not one. The training data can be read in two epochs. Two data modules
-    give the same batches under the same seed, as ranks need. A run that is resumed in the middle of an epoch, with
-    a new data module, reads exactly the batches that had not been read.
+    The rules: no method has a name that resembles a hook's name but is never called. The training data can be read in
+    two epochs. Two data modules give the same batches if the seed is the same, since each rank makes its own data
+    module. A run that is resumed in the middle of an epoch, with a new data module, reads exactly the batches that had
+    not been read.
 
     Args:
         make: the class, or a function without arguments that makes a new data module at each call.

@@ -27,8 +27,9 @@ def check_logger(make: Callable[[], Logger], *, read: Callable[[Logger], Rows] |
 
     The rules: each kind of value that the logger has a hook for (text, image, table and so on) arrives, and none of the
     hooks raises. `finalize` may be called twice, and logging a value after it opens the logger again. The logger's
-    state consists of JSON values. None of its hooks raises after a step has failed. With `read` also: each step is
-    logged once, with its value, even in a run that failed in the middle and was resumed from an earlier checkpoint.
+    state consists of JSON values. None of its hooks raises after a step has failed. If `read` is given, one more rule
+    is checked: each step is logged once, with its value, even in a run that failed in the middle and was resumed from
+    an earlier checkpoint.
 
     Args:
         make: the class, or a function without arguments that makes a new logger at each call.

@@ -28,10 +28,10 @@ _SHORT: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_
 def check_module(make: Callable[[], TrainModule], train: Any = None, val: Any = None) -> None:
     """Check that a module keeps the rules of a TrainModule, by runs of a few batches on the CPU.
 
-    The rules: no method looks like a hook and is not one. Each trainable parameter gets a gradient, as several
-    processes need. Validation changes no weight and no buffer. A run that is resumed in the middle, with all
-    objects new, ends with the same bits. A module that saved its hyperparameters can be loaded from a checkpoint by
-    its class.
+    The rules: no method has a name that resembles a hook's name but is never called. Each trainable parameter gets a
+    gradient, as training in several processes requires. Validation changes no weight and no buffer. A run that is
+    resumed in the middle, with all objects new, ends in the same state, bit for bit, as a run that was not stopped. A
+    module that saved its hyperparameters can be loaded from a checkpoint by its class.
 
     Args:
         make: the class, or a function without arguments that makes a new module at each call.

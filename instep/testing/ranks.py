@@ -16,10 +16,10 @@ from instep.testing.runs import ContractError
 
 
 def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, timeout_s: float) -> list[Any]:
-    """Run a function on several ranks on the CPU; return what each rank returned, which are plain values and tensors.
+    """Run a function on several ranks on the CPU; return the results of all ranks, made of plain values and tensors.
 
     Args:
-        function: function at the top level of a module, since it is pickled; so are functions and classes in `args`.
+        function: function at the top level of a module, since it is pickled, as are functions and classes in `args`.
         args: arguments of the function.
         ranks: number of processes.
         timeout_s: seconds after which all processes are killed.

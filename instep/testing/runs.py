@@ -130,7 +130,7 @@ def made(make: Callable[[], T], kind: type[T], check: str) -> T:
     """Make the object that is tested, and check its class.
 
     Raises:
-        ContractError: the object is not of this class.
+        ContractError: the object is not of the class `kind`.
     """
     one = make()
     if not isinstance(one, kind):
@@ -144,7 +144,7 @@ def made(make: Callable[[], T], kind: type[T], check: str) -> T:
 def small_trainer(
     folder: Path, callbacks: Sequence[Callback] = (), saved_every: int = SAVED_EVERY, **settings: Any
 ) -> Trainer:
-    """Make a quiet Trainer with one CPU process; it saves every `saved_every` steps and at the end, and keeps all."""
+    """Make a quiet Trainer with one CPU process, which saves every `saved_every` steps and keeps all checkpoints."""
     saver = ModelCheckpoint(every_n_train_steps=saved_every, save_top_k=-1, save_last=True)
     options = {
         "accelerator": "cpu",
@@ -161,7 +161,7 @@ def small_trainer(
 
 
 def check_hook_names(caught: Sequence[warnings.WarningMessage], name: str, check: str) -> None:
-    """Raise if the Trainer has warned about a method that looks like a hook and is not one."""
+    """Raise if the Trainer has warned that a method's name resembles a hook's name but is never called."""
     wrong = [text for each in caught if (text := str(each.message)).startswith(f"{name}.") and "called" in text]
     if wrong:
         raise ContractError(f"{check}: {'; '.join(dict.fromkeys(wrong))}")
@@ -208,7 +208,10 @@ def check_resume(
 
 
 def resumed_step(steps: int, epochs: int, saved_every: int) -> int:
-    """Return the first saved step in the second half of a run, inside an epoch; else the last such step, or 0."""
+    """Return the first saved step in the second half of a run that is not the end of an epoch.
+
+    If there is none, return the last such step in the first half, or 0 if the first half has none either.
+    """
     within = [step for step in range(saved_every, steps, saved_every) if step * max(epochs, 1) % steps]
     return next((step for step in within if 2 * step > steps), within[-1] if within else 0)
 

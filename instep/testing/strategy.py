@@ -109,7 +109,7 @@ def alone_strategy() -> Strategy:
 def train_cases(
     make: Callable[[], Strategy | str], module: Callable[[], TrainModule], folder: str, other: str | None
 ) -> dict[str, Any]:
-    """Train all cases on this rank; if `other` is given, also resume from checkpoints of this run and of the other."""
+    """Train all cases on this rank. If `other` is given, also resume a checkpoint of this run and one of `other`."""
     strategy = make()
     results: dict[str, Any] = {
         "name": strategy if isinstance(strategy, str) else type(made(make, Strategy, "check_strategy")).__name__
