@@ -38,7 +38,9 @@ _LISTED = 5  # maximum number of names in an error text
 
 
 def biases_and_norms(name: str, parameter: Tensor) -> bool:
-    """Return True if a parameter has fewer than two dimensions, as biases and norm weights; these get no weight decay.
+    """Return True if a parameter has fewer than two dimensions, as biases and norm weights have.
+
+    Weight decay is usually set to 0 for these parameters.
 
     Args:
         name: name of the parameter.

@@ -180,7 +180,7 @@ class WholeMatrix(Optimizer):
         return plain, _buckets(matrices)
 
     def _step_on(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
-        """Call the optimizer's own step for these parameters only."""
+        """Call the optimizer's own step for the given parameters only."""
         chosen: dict[int, list[Tensor]] = {}
         for number, parameter in parameters:
             chosen.setdefault(number, []).append(parameter)
@@ -215,7 +215,7 @@ def _own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
 
 
 def _places_of(parameters: Sequence[DTensor]) -> list[_Place]:
-    """Return the place of each parameter. All ranks call this, since they exchange their parts of new parameters."""
+    """Return the place of each parameter's parts. All ranks call this, since they exchange the places of new parts."""
     new: dict[Any, list[DTensor]] = {}
     for parameter in parameters:
         if parameter not in _places:
@@ -245,7 +245,7 @@ def _group_of(parameter: DTensor) -> Any:
 
 
 def _owners(matrices: Sequence[tuple[DTensor, _Place]]) -> list[int]:
-    """Choose the owner of each matrix: the rank with the least work so far, counted in multiplications of a product."""
+    """Choose the owner of each matrix: the rank with the least work so far, in multiplications of a matrix product."""
     loads: dict[Any, list[int]] = {}
     owners = []
     for parameter, place in matrices:
@@ -439,14 +439,14 @@ def _cut(bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> Iterator[tu
 
 @dataclass
 class _Dtype:
-    """Stand-in for a tensor that has the shape of the weight, in a message."""
+    """Stand-in, in a message, for a state tensor with the shape of its weight; only the tensor's dtype is sent."""
 
     dtype: torch.dtype
 
 
 def _sent(value: Any, parameter: DTensor) -> Any:
-    """Return what a message has for a state value: of a tensor that is sent in parts, the dtype; else the value."""
-    if _is_cut(value):  # the state was loaded and no step has used it yet, so all ranks hold their parts
+    """Return what a message contains for a state value: `_Dtype` for a tensor that is sent in parts, else the value."""
+    if _is_cut(value):  # nothing is sent, since all ranks hold their parts: the state was loaded, and not used yet
         return None
     value = _plain(value)
     if not isinstance(value, Tensor):
