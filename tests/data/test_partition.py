@@ -55,6 +55,7 @@ def test_batches_of_every_form_are_counted_and_divided(case: str) -> None:
 
 REFUSED = {
     "columns or samples": ([("a", "b", "c"), ("x", "y", "z")], None, False),
+    "columns or samples of a name": ({"a": [("a", "b", "c"), ("x", "y", "z")]}, None, False),
     "columns or samples, short": ([("a", "b", "c"), ("x", "y", "z")], 4, False),
     "as many columns as samples": ([("a", "b"), ("x", "y")], 2, True),
     "as many images as channels": ((images(3), (0, 1, 2)), 3, True),
