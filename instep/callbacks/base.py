@@ -243,7 +243,7 @@ HOOKS: tuple[str, ...] = tuple(
 
 
 def logs_here(trainer: Trainer) -> bool:
-    """Return whether this process sends values to the loggers: the main process, or all if a logger asks for it."""
+    """Return whether this process sends values to loggers: only the main process, unless a logger wants all of them."""
     return trainer.is_global_zero or any(getattr(logger, "_per_rank", False) for logger in trainer.loggers)
 
 
@@ -260,7 +260,7 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
     if trainer.sanity_checking or trainer.state.fn != "fit":
         return False
     if at_epoch_end is None:
-        interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
+        interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int is a number of batches
         once = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
         once = once and not any(getattr(each, "asks_to_validate", False) for each in trainer.callbacks)
         at_epoch_end = once or not trainer.enable_validation

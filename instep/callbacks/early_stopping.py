@@ -106,12 +106,12 @@ class EarlyStopping(Callback):
 
     The metric is read from `trainer.callback_metrics` at the end of every validation, or of every training epoch. All
     ranks leave the loop at the same step, whichever rank decided to stop. Training does not stop before the Trainer's
-    `min_epochs` and `min_steps` are reached. Then the last check counts: if the metric has improved in the meantime,
-    the run continues.
+    `min_epochs` and `min_steps` are reached. When they are reached, the result of the latest check counts: if the
+    metric has improved in the meantime, the run continues.
 
     NaN never becomes the best value, and always counts as a check without improvement. A checkpoint holds the best
-    value, the number of checks since then and the reason of a stop; a resumed run takes the arguments below from the
-    new callback.
+    value, the number of checks since the best value, and the reason of a stop; a resumed run takes the arguments below
+    from the new callback.
 
     Args:
         monitor: the metric's name.
@@ -191,7 +191,7 @@ class EarlyStopping(Callback):
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the number of checks since then, and the reason and epoch of a stop."""
+        """Return the best value, the number of checks since the best value, and the reason and epoch of a stop."""
         return {
             "best_score": self._best,
             "wait_count": self.wait_count,
@@ -237,7 +237,7 @@ class EarlyStopping(Callback):
         before = self._best
         reason, self._best, self.wait_count = self.policy.judge(value, self._best, self.wait_count)
         self.stopping_reason = reason
-        # A checkpoint may hold a reason to stop that waited for min_epochs or min_steps: a new check replaces it.
+        # An earlier check may have set a reason to stop before min_epochs or min_steps: this check replaces the reason.
         if reason is EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason_message, self.stopped_epoch = None, 0
         else:

@@ -56,7 +56,7 @@ def external_callbacks() -> list[Callback]:
 
 @lru_cache(maxsize=1)
 def _external(_: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    """Find the entry points. The search takes 4 ms, so it is repeated only if a folder of `sys.path` has changed."""
+    """Find the entry points of callbacks. This takes 4 ms, so it is repeated only if a folder of `sys.path` changes."""
     return tuple(entry_points(group=EXTERNAL))
 
 

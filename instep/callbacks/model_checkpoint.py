@@ -38,7 +38,7 @@ def _check_template(name: str, value: Any) -> None:
     try:
         folder = format_name(value, {}, True)
         names.base_name(0, folder)
-    except (TypeError, ValueError) as error:  # SettingError is a ValueError too
+    except (TypeError, ValueError) as error:  # also catches SettingError, which is a ValueError
         raise wrong(name, value, f"{expected} ({error})") from None
     if "{" in folder or "}" in folder:
         raise wrong(name, value, f"{expected}; a brace has no other")
@@ -82,10 +82,10 @@ class ModelCheckpoint(Callback):
         monitor: name of the logged metric that ranks checkpoints; "epoch" and "step" need not be logged.
         verbose: print what is saved and deleted.
         save_last: True: keep the newest checkpoint as well, whatever its score. With a monitor it is saved whenever a
-            save is due, and at the end of fit. None: if the run can resume by itself (`ckpt_path="auto"` or "last", or
-            a launcher that restarts it), one newest full state is kept beside the checkpoints of all ModelCheckpoints,
-            and saved whenever one of them is due; other runs do not keep it. False: never keep it, so that a run
-            resumes from the best checkpoint after a crash.
+            save is due, and at the end of fit. None: a run that can resume by itself (`ckpt_path="auto"` or "last", or
+            a launcher that restarts it) keeps its newest full state in one additional checkpoint, which is saved
+            whenever a save of any ModelCheckpoint is due; other runs have no additional checkpoint. False: never keep
+            the newest checkpoint for itself, so that a run resumes from the best checkpoint after a crash.
         save_top_k: number of best checkpoints to keep; -1 for all, 0 for none.
         save_on_exception: save when the run fails; with several processes only if all of them reach the save. An
             optimizer step may be half done, so "auto", "last" and "best" do not resume from this checkpoint, but
@@ -192,7 +192,8 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(not several)
         self.save_on_train_epoch_end = save_on_train_epoch_end
         if self.every_n_train_steps or train_time_interval is not None:
-            self.on_train_batch_end = self._after_batch  # other ModelCheckpoints cost no call at each step
+            # The hook is set only here, so that other ModelCheckpoints cost no call at each step.
+            self.on_train_batch_end = self._after_batch
         self.keep = keep
         self.policy = _policy(keep, monitor, mode, save_top_k)
         self.background = background
@@ -203,7 +204,7 @@ class ModelCheckpoint(Callback):
         self.best_model_score: Tensor | None = None
         self.best_model_path = ""
         self.last_model_path = ""
-        # "Judged" is a step whose checkpoint was ranked by its score, or saved without `monitor`.
+        # A step is "judged" if its checkpoint was ranked by its score, or saved without `monitor`.
         self._last_step_saved = self._last_step_judged = -1
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
@@ -302,7 +303,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def settled_step(self) -> int:
-        """The last step that needs no save: saved, resumed from, or found not worth keeping; 0 if there is none."""
+        """The last step that was saved, resumed from, or not worth a save, so that it needs no save; 0 if none."""
         last = 0 if self._position_saved is None else int(self._position_saved["global_step"])
         return max(last, self._last_step_saved, *(saved.step for saved in self.saved), 0)
 
@@ -330,10 +331,10 @@ class ModelCheckpoint(Callback):
             self._warn_of_another_folder(trainer, trainer.resumed_from, apart)
             self._position_saved = trainer.position.reached
             about = trainer.resumed_from.manifest.info
-            # If this callback saved the checkpoint, no save is due at its step. Otherwise one may still be due.
+            # If this callback saved the checkpoint that the run resumes from, no other save is due at its step.
             if about.get("saver") == self.state_key:
                 self._last_step_saved = trainer.global_step
-                # If the checkpoint was not ranked, the validation that logs the metric has yet to come.
+                # If that checkpoint was not ranked, the validation that logs the metric is still to come.
                 if self.monitor is None or about.get("ranked"):
                     self._last_step_judged = trainer.global_step
         self._start_clock(trainer)
@@ -343,7 +344,7 @@ class ModelCheckpoint(Callback):
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
     def _forget_missing(self, trainer: Trainer) -> list[str]:
-        """Remove checkpoints from the list that no longer exist, or that do not belong to this run.
+        """Remove from the list all checkpoints that no longer exist, or that do not belong to this run.
 
         A run that resumes with another folder or starts at step 0 must not delete the checkpoints of the earlier run.
 
@@ -401,16 +402,16 @@ class ModelCheckpoint(Callback):
         for store in map(trainer.saver.store, self._folders):
             found += store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
-        self.saved = [saved for saved in self.saved if saved.key not in listed]  # the others are added again below
+        self.saved = [saved for saved in self.saved if saved.key not in listed]  # the others are added below
         for info in found:
             about, key = info.manifest.info, str(info.path)
-            score = about.get("score")  # None if the metric was nan
+            score = about.get("score")  # None if the monitored metric was nan
             if not about.get("ranked") or about.get("monitor") != self.monitor:
                 score = None
             if key in known:
                 self.saved.append(known[key])
             elif about.get("saver") == self.state_key and trainer.line.has(info.manifest.run_id, info.step):
-                # This run will repeat a later step: without a score, that checkpoint is deleted at the step's new save.
+                # This run will repeat the step of this checkpoint: without a score, it is deleted at the step's save.
                 if info.step > trainer.global_step:
                     score = None
                 self.saved.append(Saved(key, info.step, None if score is None else float(score)))
@@ -431,7 +432,7 @@ class ModelCheckpoint(Callback):
             if not self._deferred:
                 self._save(trainer)
         elif self._next_time != math.inf and time.monotonic() >= self._next_time:
-            trainer.set_trigger("save", self.state_key)  # repeated at each batch until the save is made
+            trainer.set_trigger("save", self.state_key)  # set again at each batch until the save is made
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._deferred and not trainer.sanity_checking and trainer.state.fn == "fit":
@@ -556,7 +557,7 @@ class ModelCheckpoint(Callback):
             self._finish_pending(trainer, must)
 
     def _want_newest(self, trainer: Trainer) -> NewestState | None:
-        """Mark the run's newest full state as due; return its saver, or None if the run keeps no newest state."""
+        """Mark the save of the run's newest full state as due; return its saver, or None if there is no such save."""
         newest = trainer.saver.newest if self.keeps_newest else None
         if newest is not None:
             newest.due = True
@@ -574,7 +575,7 @@ class ModelCheckpoint(Callback):
         except Exception as error:  # noqa: BLE001  `_fail` decides
             if pending.path is not None:  # the save worked, but a later action failed
                 self._record(trainer, pending.path, new)
-                # With `pending.error`, deleting failed: old checkpoints stay in the list. Without, a logger failed.
+                # If `pending.error` is set, deleting failed: old checkpoints stay in the list. If not, a logger failed.
                 self._drop_deleted(trainer, () if pending.error else pending.dropped)
             self._fail(trainer, error, must)
         else:
@@ -616,7 +617,7 @@ class ModelCheckpoint(Callback):
     def _score(self, trainer: Trainer) -> float:
         values = _values(trainer)
         if self.monitor not in values:
-            self._save(trainer, last=True, full=True, at_once=True)  # save the state before the error below
+            self._save(trainer, last=True, full=True, at_once=True)  # save the state before the error ends the run
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             saved = self.last_model_path if trainer.saver.newest is None else trainer.saver.newest.path
             raise SettingError(

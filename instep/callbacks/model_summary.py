@@ -231,7 +231,7 @@ def _measure(
         if first.dtype in (torch.float16, torch.bfloat16):
             example = map_leaves(lambda leaf: _as(leaf, first.dtype), example)
     counter = FlopCounter()
-    run = module._call_impl  # skips a compiled forward: compiling takes too long for one run
+    run = module._call_impl  # calls the forward that is not compiled: compiling takes too long for one run
     with ExitStack() as stack:
         for name, child in shown.items():
 

@@ -31,8 +31,8 @@ class BatchSizeFinder(Callback):
     To search at other epochs too, call `scale_batch_size(trainer, module)` in `on_train_epoch_start` of a subclass.
 
     Args:
-        mode: "power": double the size until memory runs out. "binsearch": double it, then search between the largest
-            size that fitted and the smallest that did not by bisection.
+        mode: "power": double the size until memory runs out. "binsearch": double it, then search by bisection between
+            the largest size that fitted and the smallest size that did not.
         steps_per_trial: number of optimizer steps, and of batches of each validation dataloader, for each size.
         init_val: the first size to try.
         max_trials: the largest number of sizes to try; with "binsearch", the largest number of sizes that fit.
@@ -176,7 +176,7 @@ class _Search:
     """Search for the largest batch size that fits into memory.
 
     Args:
-        fits: function that runs steps with a size and returns whether they fitted.
+        fits: function that runs steps with a batch size and returns whether the steps fitted into memory.
         most: function that returns the size of a batch with all samples of the data set; None while unknown.
         left: function that returns whether the run was interrupted, so that the search must end.
         first: the first size to try.

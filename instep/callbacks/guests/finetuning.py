@@ -85,7 +85,7 @@ class BaseFinetuning(Callback):
             f"{type(self).__name__} has no finetune_function(module, epoch, optimizer); BaseFinetuning calls it"
         )
 
-    # ---- helpers for these methods
+    # ---- helpers for the methods to override
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
@@ -182,7 +182,8 @@ class BaseFinetuning(Callback):
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
         trained = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
-        norms = BaseFinetuning._norms_of(modules, optimizer)  # normalization layers are usually trained from the start
+        # BatchNorm layers are usually trained from the start, so the optimizer already has them.
+        norms = BaseFinetuning._norms_of(modules, optimizer)
         new = BaseFinetuning.filter_on_optimizer(optimizer, [p for p in trained if id(p) not in norms])
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
@@ -322,9 +323,11 @@ class BackboneFinetuning(BaseFinetuning):
             backbone's learning rate is multiplied at the start of that epoch.
         backbone_initial_ratio_lr: the backbone's first rate, as a fraction of the first group's rate.
         backbone_initial_lr: the backbone's first rate; if given, `backbone_initial_ratio_lr` is not used.
-        should_align: whether the backbone's rate stops growing when it reaches the first group's rate, and follows it.
+        should_align: whether the backbone's rate stops growing when it reaches the first group's rate, and then
+            follows that rate.
         initial_denom_lr: an argument of Lightning's; it has no effect.
-        train_bn: whether the backbone's BatchNorm layers are added with it. They are trained while it is frozen.
+        train_bn: whether the new parameter group includes the backbone's BatchNorm layers, which stay trainable while
+            the other layers of the backbone are frozen.
         verbose: print the rates.
         rounding: number of decimal digits of the printed rates.
 
@@ -443,6 +446,6 @@ def _schedule_group(leaf: Any, index: int, scale: float) -> None:
         if not isinstance(values, list) or not values:
             continue
         if index == len(values):
-            values.append(deepcopy(values[0]))  # a copy: the entry may be a function object with state
+            values.append(deepcopy(values[0]))  # a copy, since groups must not share a function object with state
         if name in _RATES_PER_GROUP:
             put_rate(values, index, float(values[0]) * scale)

@@ -52,7 +52,7 @@ class GradientMonitor(Callback):
     Args:
         norm_type: the order of the norm; "inf" for the largest absolute element.
         depth: None: log a norm for each parameter. A number: log a norm for each layer, that is for all parameters
-            whose names begin with the same `depth` parts, such as `encoder.0` with 2; with 0 only the total.
+            whose names have the same first `depth` parts, for example `encoder.0` with 2. 0: log only the total.
         histograms: log a histogram of each gradient too, by `logger.log_histogram`, as `gradients/layer.weight`.
         group_separator: text between `grad_2.0_norm` and the parameter's name in the logged names.
 
@@ -99,7 +99,7 @@ class GradientMonitor(Callback):
         self._names, self._waiting = {}, []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        step = trainer.global_step + 1  # the loop logs this step's other values under this number too
+        step = trainer.global_step + 1  # the loop logs other values of this step under the same step number
         if self._every and step % self._every == 0:
             self._deliver(trainer, only_ready=True)
             self._look(trainer, module, optimizer, step)
@@ -194,7 +194,7 @@ def _histograms(parameters: list[Tensor]) -> Tensor:
 
 @contextmanager
 def _in_any_order() -> Iterator[None]:
-    """Turn deterministic algorithms off for `torch.histc`, which they forbid on CUDA; counts are exact in any order."""
+    """Turn off deterministic algorithms, which forbid `torch.histc` on CUDA, although its counts are always exact."""
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -29,7 +29,7 @@ class ImageSampler(Callback):
     pictures are the first tensor of the batch with shape (samples, channels, height, width), and the module is called
     with this tensor. If the module returns pictures, they are logged as `samples/prediction` beside `samples/input`. If
     it returns a score for each class, the predicted class and the target class become captions of the input pictures.
-    `sample_fn` replaces all this, for instance to draw from a generative model.
+    With `sample_fn`, a function of your own makes the pictures, for instance by drawing from a generative model.
 
     Every rank calls the module, since its layers may be spread over ranks; only the main process logs. The random
     generators are restored afterwards, so training is the same with and without this callback.

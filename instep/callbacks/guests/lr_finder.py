@@ -187,7 +187,7 @@ class LearningRateFinder(Callback):
             above_zero("above 0")(field, rate)
         if min_lr == max_lr:
             raise wrong("max_lr", max_lr, f"a rate other than min_lr={min_lr!r}: there is nothing to choose from")
-        if min_lr > max_lr:  # not an error, since Lightning's own tests use falling rates
+        if min_lr > max_lr:  # only a warning, since Lightning's own tests use falling rates
             warn_user(
                 f"min_lr={min_lr!r} is above max_lr={max_lr!r}: the rates fall from step to step, from the highest"
             )

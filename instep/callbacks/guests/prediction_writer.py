@@ -132,10 +132,10 @@ class PredictionWriter(BasePredictionWriter):
 
     Each batch is written as soon as it is computed, so memory holds the predictions of one batch only. With
     `write_interval="epoch"` the main process joins the files of the batches at the end into `predictions.safetensors`
-    (or `.jsonl`), sorted by the samples' indices in the data set, and deletes them. If the indices are not known, rows
-    are sorted by batch and rank. Every sample occurs once, with any number of processes. A file appears under its name
-    only when it is complete, and replaces the file of an earlier run. With several dataloaders the files are called
-    `predictions-0`, `predictions-1` and so on.
+    (or `.jsonl`), and deletes the files of the batches. Rows are sorted by the samples' indices in the data set, or by
+    batch and rank if the indices are not known. Every sample occurs once, with any number of processes. A file appears
+    under its name only when it is complete, and replaces the file of an earlier run. With several dataloaders the files
+    are called `predictions-0`, `predictions-1` and so on.
 
     What `predict_step` returns must have one row per sample. A tensor is written under the name `predictions`, and each
     entry of a dict or tuple under its key or number. With JSON lines, entries may also be lists of strings or of other
@@ -313,7 +313,7 @@ def _write_tensors(path: Path, columns: dict[str, Any]) -> None:
 
 def _join_tensors(path: Path, parts: list[Path]) -> None:
     """Join safetensors files into one sorted file, with a few thousand rows in memory at a time."""
-    from safetensors import safe_open  # imported late: JSON lines do not need it
+    from safetensors import safe_open  # imported late: needed only for safetensors files
 
     from instep.checkpoint.tensors import framing
 
@@ -359,7 +359,7 @@ def _row(row: Tensor) -> str:
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of rows that stay together when sorted: first row, end (exclusive), place of the first row."""
+    """Yield ranges of rows that stay together when sorted: first row, end (exclusive), first row's sorted position."""
     cuts: list[int] = (np.flatnonzero(np.diff(places) != 1) + 1).tolist()
     for first, last in zip([0, *cuts], [*cuts, len(places)], strict=True):
         for begin in range(first, last, _ROWS):

@@ -64,8 +64,8 @@ class ModelPruning(Callback):
         make_pruning_permanent: save plain weights, and leave plain weights in the module at the end of fit.
         use_lottery_ticket_hypothesis: whether to reset the elements that are not pruned to their values at the start of
             training, after each pruning; or a function that takes the epoch and returns this.
-        resample_parameters: reset these elements to new random values, by the module's `reset_parameters`; needs
-            `use_lottery_ticket_hypothesis`.
+        resample_parameters: reset the elements that are not pruned to new random values, by the module's
+            `reset_parameters`, and not to their values at the start; needs `use_lottery_ticket_hypothesis`.
         pruning_dim: the dimension along which structured pruning removes slices.
         pruning_norm: the order of the norm of "ln_structured".
         verbose: 1: log how much is pruned in total; 2: for every parameter too (by `logging`, at level INFO).
@@ -394,7 +394,7 @@ class ModelPruning(Callback):
                 self.apply_lottery_ticket_hypothesis()
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Leave plain weights in the module. The last checkpoint is saved by then: it needs the names with `_orig`."""
+        """Leave plain weights in the module, but only after the last save, which needs the names with `_orig`."""
         if self._make_pruning_permanent:
             self.make_pruning_permanent(module)
 
@@ -425,7 +425,7 @@ class ModelPruning(Callback):
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Convert the loaded weights to the module's form: plain weights, or `weight_orig` and `weight_mask`."""
         own = {clean_name(name) for name in module.state_dict()}
-        # Fit applies the masks later, so it loads the weights without them: masked values must not become zero.
+        # Fit applies the masks later, so it must load the masked values themselves, and not zeros in their place.
         applied = trainer.state.fn != "fit"
         state = checkpoint["state_dict"]
         if any(_is_masked(name, state) and name.removesuffix("_mask") in own for name in state):
@@ -480,7 +480,7 @@ def _refresh(part: nn.Module) -> None:
 def _plain_copy(part: nn.Module) -> nn.Module:
     """Return a copy of a module on the CPU with plain weights in place of masked ones."""
     hidden = {
-        name: part.__dict__.pop(name)  # removed for the copy: deepcopy refuses a tensor with a graph
+        name: part.__dict__.pop(name)  # removed during the copy, since deepcopy refuses a tensor with a graph
         for name in [key.removesuffix("_orig") for key in part._parameters if key.endswith("_orig")]
         if name in part.__dict__
     }

@@ -33,7 +33,7 @@ class QuantizationAwareTraining(Callback):
         config: torchao's configuration of the quantized model, such as
             `Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))`, which is
             the default; or a `QATConfig` with fake quantization of your own, whose layers are not quantized at the end.
-        start_epoch: the first epoch with rounding; epochs before it train without.
+        start_epoch: the first epoch with rounding; earlier epochs train without rounding.
         convert_at_end: quantize the module at the end of fit, after the last checkpoint, so that `trainer.test` runs
             the quantized module. Pass False if the strategy shards weights (FSDP, DeepSpeed), and call `convert` later
             on a module from `load_from_checkpoint`.
@@ -104,7 +104,7 @@ class QuantizationAwareTraining(Callback):
             ) from error
         return self._qat.QATConfig(config, step="prepare")
 
-    # ---- the module
+    # ---- replacing and quantizing layers
 
     def prepare(self, module: M) -> M:
         """Replace layers in place by layers with fake quantization; layers that already have it are not changed.
@@ -140,7 +140,7 @@ class QuantizationAwareTraining(Callback):
         return module
 
     def convert(self, module: M) -> M:
-        """Quantize the layers in place that were trained with fake quantization, in this run or an earlier one.
+        """Quantize in place the layers that were trained with fake quantization, in this run or an earlier one.
 
         Returns:
             The module. Its layers hold torchao's tensors, which instep's checkpoints cannot hold: save it by

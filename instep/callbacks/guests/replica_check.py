@@ -19,7 +19,7 @@ class ReplicaCheck(Callback):
 
     The copies of a model become different when a rank skips an update, when memory or a device is faulty, or when a
     program changes weights on one rank only. The loss shows such a difference late or never. Each check hashes all
-    parameters of this rank, on a CPU several GB per second. Shards are compared if several ranks hold the same shard.
+    parameters of this rank; a CPU hashes several GB per second. Shards are compared if several ranks hold the same one.
 
     Args:
         every_n_steps: number of optimizer steps between two checks; there is also a check at the end of training.

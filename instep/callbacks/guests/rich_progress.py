@@ -266,7 +266,7 @@ class RichProgressBar(LiveProgressBar):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         stage = "sanity" if trainer.sanity_checking else "validate"
-        # After an evaluation, these counters have the values of the last dataloader.
+        # After an evaluation, `eval_batch` and `eval_total` have the values of the last dataloader.
         done, total = trainer.progress.eval_batch, trainer.progress.eval_total
         self._set(stage, done, total=total, visible=self._run == "validate")
         super().on_validation_end(trainer, module)

@@ -27,7 +27,7 @@ class _Batch(NamedTuple):
 
     number: int
     step: int
-    loss: Tensor | None  # None if this rank only repeated a batch, or skipped it
+    loss: Tensor | None  # None if this rank only repeated or skipped the batch
 
 
 class SpikeDetection(Callback):
@@ -140,7 +140,7 @@ class SpikeDetection(Callback):
             raise
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._judge_waiting(trainer, len(self._waiting))  # now, since the next epoch replaces the samples' indices
+        self._judge_waiting(trainer, len(self._waiting))  # compare now: the next epoch replaces the samples' indices
 
     def _judge_waiting(self, trainer: Trainer, count: int) -> None:
         """Compare the losses of the first `count` waiting batches. Collective: all ranks call it."""

@@ -37,7 +37,8 @@ class StochasticWeightAveraging(WeightAveraging):
     averaged ones. `WeightAveraging` offers other averages.
 
     Args:
-        swa_lrs: the learning rate of the averaged epochs: one for all, or a list with one for each parameter group.
+        swa_lrs: the learning rate of the averaged epochs: a number for all parameter groups, or a list with one number
+            for each group.
         swa_epoch_start: the first averaged epoch, counted from 1; a float is a fraction of `max_epochs`.
         annealing_epochs: number of epochs in which the learning rate changes to `swa_lrs`.
         annealing_strategy: "cos" or "linear": how the learning rate changes to `swa_lrs`.
@@ -100,7 +101,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self._scheduled = False  # an earlier run may have set it; a resumed run loads its state later
+            self._scheduled = False  # undo an earlier run's setting; a resumed run loads its state later
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         name = type(self).__name__

@@ -149,7 +149,7 @@ class ThroughputMonitor(Callback):
         if stage != "fit":
             return
         if trainer.global_step == 0:
-            self._reset()  # the callback may have been used in another run before
+            self._reset()  # the callback may hold the totals of an earlier run
         self._module_tells = hasattr(module, "flops_per_batch")
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -263,9 +263,9 @@ class ThroughputMonitor(Callback):
         return samples, 0 if self.length_fn is None else self.length_fn(batch)
 
     def _over_ranks(self, trainer: Trainer, part: Totals) -> tuple[Totals, Totals]:
-        """Return the totals of the run and of `part`, summed over all ranks. Collective: all ranks call it."""
+        """Return the run's totals, and the totals `part`, both with the counts of all ranks. Collective."""
         mine = self._mine
-        counts = trainer.strategy.contributes  # False on all but one of several ranks that read the same data
+        counts = trainer.strategy.contributes  # if several ranks read the same data, True on only one of them
         sums = torch.tensor(
             [*(mine[2:4] if counts else (0, 0)), mine.flops, *(part[2:4] if counts else (0, 0)), part.flops],
             dtype=torch.float64,

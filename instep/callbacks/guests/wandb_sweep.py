@@ -19,8 +19,8 @@ class WandbSweep(Callback):
 
     A sweep reads the summary of the W&B run, which by default holds the last value of a metric. This callback adds the
     best value, for instance as "val_loss.min"; use that name in the sweep's configuration. A run that a signal ends is
-    marked as preempted, so that the sweep gives it to the next agent. To resume there, the run needs a root folder of
-    its own and `ckpt_path="auto"`. `WandbLogger` must be one of the Trainer's loggers.
+    marked as preempted, so that the sweep gives it to the next agent. To resume on that agent, the run needs a root
+    folder of its own and `ckpt_path="auto"`. `WandbLogger` must be one of the Trainer's loggers.
 
     Args:
         monitor: name of the logged metric.

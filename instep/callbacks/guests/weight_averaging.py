@@ -69,7 +69,7 @@ class WeightAveraging(Callback):
         (https://arxiv.org/abs/1803.05407), as built in `torch.optim.swa_utils`.
     """
 
-    runs_last = True  # after the module's own hooks, so that the average includes the changes that they make
+    runs_last = True  # called after the module's own hooks, so that the average includes changes by these hooks
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class WeightAveraging(Callback):
         self.use_for = _uses(use_for)
         self._functions = given
         self._n_averaged = 0
-        # The average of each entry of the state dict. Integers, and buffers without `use_buffers`, are copied instead.
+        # The average of each entry of the state dict. Integers, and buffers if not `use_buffers`, are copied instead.
         self._averages: dict[str, Tensor] | None = None
         self._averaged: list[str] = []  # names of the entries of `_averages` that are averaged
         self._copied: list[str] = []  # names of the entries of `_averages` that are copied
@@ -221,7 +221,7 @@ class WeightAveraging(Callback):
         checkpoint["plain_weights"] = "averaged" if "save" in self.use_for else "live"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates, and the step and epoch of the last update. The average is saved elsewhere."""
+        """Return the number of updates, and the last update's step and epoch, but not the average itself."""
         return {
             "n_averaged": self.n_averaged,
             "latest_update_step": self._latest_update_step,
@@ -307,7 +307,7 @@ class WeightAveraging(Callback):
             averages = self._averages or {}
             self._live = {name: held[name].detach().to(averages[name].device, copy=True) for name in averages}
             _write(averages, held)
-            strategy.average_replicas()  # averages buffers, which may differ between ranks
+            strategy.average_replicas()  # makes the buffers of all ranks equal
         else:
             _write(self._live, held)
             self._live = None
@@ -329,7 +329,7 @@ class EMAWeightAveraging(WeightAveraging):
         update_every_n_steps: update after every n-th optimizer step; 0: never after steps, which requires
             `update_starting_at_epoch`.
         update_starting_at_step: index of the first optimizer step with an update, from 0. None: the first step.
-        update_starting_at_epoch: index of the first epoch that ends with an update, from 0. None: no such updates.
+        update_starting_at_epoch: index of the first epoch that ends with an update, from 0. None: no updates by epoch.
         use_for: what the average is used for: "val", "save" or "end", as in `WeightAveraging`.
 
     Example:

@@ -126,7 +126,8 @@ class LiveProgressBar(ProgressBar, default=True):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._close_epoch(trainer, module)
         self._train_start_s = time.monotonic()
-        self._train_first = trainer.progress.outer_batch  # above 0 if the run resumed within this epoch
+        # number of batches that were done before; above 0 if the run resumed within this epoch
+        self._train_first = trainer.progress.outer_batch
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._guard(self._note_epoch, trainer)
@@ -236,7 +237,7 @@ class LiveProgressBar(ProgressBar, default=True):
         loop = (stage, progress.epoch, progress.dataloader_idx)
         if loop != self._loop:
             if stage == "train" and (not self._loop or self._loop[0] != "train"):
-                # Training continues after a validation: its time must not count in the training speed.
+                # Training continues after a validation, whose time must not count in the training speed.
                 self._speed("train").pause()
             if stage != "train":
                 self._speeds.pop(stage, None)
@@ -358,7 +359,7 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
             else {}
         )
         tokens = sorted((name for name in items if name.endswith("items_per_sec")), key=lambda name: "device" in name)
-        # With several processes, the first name is that of the sum over all processes; otherwise of this device.
+        # With several processes, the first name is that of the sum over processes; with one, that of its device.
         facts += [f"{amount(items[name])} tokens/s" for name in tokens[:1]]
         facts += [f"MFU {value:.1%}" for name, value in items.items() if name.endswith("mfu")]
     return facts
@@ -369,7 +370,7 @@ def _memory(second: int) -> list[str]:
     """Format this process's resident memory and torch's GPU memory, without waiting for the GPU.
 
     Args:
-        second: the current time in whole seconds; the result is cached until it changes.
+        second: the current time in whole seconds; within the same second, the result comes from a cache.
     """
     facts = []
     if os.path.exists("/proc/self/statm"):

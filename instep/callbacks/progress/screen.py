@@ -31,11 +31,11 @@ class Lines:
 
     def __init__(self) -> None:
         self._err = sys.stderr
-        # Held while drawing: a fork waits for it, so that the child does not inherit locks of rich in a locked state.
+        # Held while drawing. A fork waits for this lock, so that the child does not inherit locked locks of rich.
         self.lock = threading.Lock()
 
     def show(self, view: View) -> None:
-        """Show a view in place of the one before; here, write it as a new line."""
+        """Show a view in place of the previous view. This base class writes the view as a new line."""
         self.print(view.plain())
 
     def print(self, text: str) -> None:
@@ -46,7 +46,7 @@ class Lines:
         """Stop drawing; the last view stays on the screen."""
 
     def give_back_streams(self) -> None:
-        """Undo rich's redirection of stdout and stderr; for a stuck bar thread, or a forked process without one."""
+        """Undo rich's redirection of stdout and stderr, if the bar's thread is stuck or was not copied by a fork."""
 
 
 class Terminal(Lines):

@@ -110,8 +110,8 @@ class Best:
 
     Args:
         modes: "min" or "max" for each metric that a ModelCheckpoint or EarlyStopping monitors. Another metric is
-            included if its name begins with "val", "eval" or "dev" and shows what is better: lower for a loss or an
-            error, higher for an accuracy or a score.
+            included if its name begins with "val", "eval" or "dev" and also shows whether lower or higher is better:
+            lower for a loss or an error, higher for an accuracy or a score.
     """
 
     def __init__(self, modes: Mapping[str, str] | None = None) -> None:
@@ -119,7 +119,7 @@ class Best:
         self.values: dict[str, float] = {}
 
     def mode(self, name: str) -> str | None:
-        """Return "min" or "max" for a metric; None if it is not known what is better."""
+        """Return "min" or "max" for a metric; None if it is not known whether lower or higher is better."""
         if name not in self._modes and is_evaluated(name):
             if _LOWER.search(name):
                 return "min"
