@@ -63,7 +63,7 @@ class Window:
         self._items_of_batch: Tensor | float | None = None
         self._plain = self._warned = False
         self.joins = False
-        """Whether a block of `join_uneven_inputs` is open: ranks without further data wait there for the others."""
+        """Whether a `join_uneven_inputs` block is open, in which ranks whose data has ended wait for the others."""
         # new length of windows, which is not in use yet; None if the length does not change
         self._next: int | None = None
         self._factor: Tensor | float | None = None

@@ -49,13 +49,13 @@ class Callback:
     """
 
     runs_first: bool = False
-    """True: its hooks run before those of all other callbacks, at any place in the list of callbacks."""
+    """True: the callback's hooks run before those of all others, at any place in the list of callbacks."""
 
     runs_last: bool = False
-    """True: its `on_..._end` hooks run after the module's own, so that they see what the module logs there."""
+    """True: the callback's `on_..._end` hooks run after the module's, so that they see what the module logs there."""
 
     asks_to_validate: bool = False
-    """True: it asks for further validations; callbacks that decide by a metric then act after each validation."""
+    """True: the callback asks for more validations; callbacks that decide by a metric then act after each of them."""
 
     _module: TrainModule | None = None  # the module of the current run
     _origin = ""  # name of the package that added this callback; "" if the user passed it to the Trainer

@@ -84,7 +84,7 @@ POSITIONAL = {
     "reduce": 2,
     "send_to_device": 3,
 }
-"""Number of first positional arguments that mean the same in instep, for classes and functions where not all do."""
+"""Number of leading positional arguments that mean the same in instep. If a name is not listed, all of them do."""
 PARTS = {
     "Trainer": {
         "checkpoint_callback": "instep.callbacks.ModelCheckpoint",

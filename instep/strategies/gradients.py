@@ -48,7 +48,7 @@ class Gradients:
     def __init__(self, strategy: Stepped) -> None:
         self.strategy: Any = strategy  # untyped, since each subclass knows its own class of strategy
         self.step_was_skipped = False
-        """Whether `step` left its last step out, because a scaled gradient was not finite."""
+        """Whether the last call of `step` skipped the optimizer step, because a scaled gradient was not finite."""
         self._unscaled: set[int] = set()
         # Ids of optimizers that have stepped or cleared their gradients since the scaler's last update.
         self._finished: set[int] = set()

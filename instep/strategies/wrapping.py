@@ -13,7 +13,7 @@ from instep.errors import SettingError, one_of
 from instep.utils.checks import is_int, wrong
 
 Policy: TypeAlias = "str | type[nn.Module] | Iterable[str | type[nn.Module]] | int | Callable[[str, nn.Module], bool]"
-"""Which submodules to wrap: classes or their names, a number of parameters, or a function of a name and a module."""
+"""Which submodules to wrap: classes or their names, a least number of parameters, or a function of name and module."""
 
 
 def check_policy(field: str, policy: Any) -> Any:

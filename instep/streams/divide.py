@@ -82,7 +82,7 @@ PATTERNS = {
     "workers": Pattern(False, True),
     "nothing": Pattern(False, False),
 }
-"""Patterns, by the name in states and messages of the readers among whom the stream is divided."""
+"""Patterns by the names that states and messages use for them."""
 _ORDER = tuple(PATTERNS.values())
 
 

@@ -64,16 +64,16 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     """False: `training_step` calls `manual_backward` and the optimizers' `step` itself."""
 
     prepare_data_per_node = True
-    """Whether `prepare_data` runs on one process of each node; False: on one of the whole job."""
+    """True: `prepare_data` runs on one process of each node. False: it runs on one process of the whole job."""
 
     strict_loading = True
     """Whether a checkpoint must hold exactly this module's weights."""
 
     checkpoint_filter: str | Callable[[str], bool] | None = None
-    """Which weights a checkpoint holds. None: all. "trainable": parameters that require gradients, or did at an earlier
-    save, and all buffers, such as the adapters of LoRA. A function takes a name in `state_dict()` and returns whether a
-    checkpoint holds it. What is left out must be in the module that loads the checkpoint, made by its `__init__`: the
-    checkpoint has a digest of it, and loading compares that."""
+    """Which weights a checkpoint holds. None: all. "trainable": all buffers, and the parameters that require gradients
+    or did so at an earlier save, such as the adapters of LoRA. A function gets a name in `state_dict()`, and returns
+    whether a checkpoint holds this weight. The `__init__` of a module that loads the checkpoint must make the other
+    weights, with the same values: the checkpoint has a digest of them, and loading compares it."""
 
     example_input_array: Any = None
     """An input of `forward`, for loggers that draw the graph and for exports: a tensor, a tuple or list of arguments,
