@@ -1,4 +1,4 @@
-"""The `instep` command, with one file for each sub-command, loaded when called; and `TrainerCLI` for your programs."""
+"""The `instep` command, with one file for each sub-command, and `TrainerCLI` for command lines of your programs."""
 
 from typing import TYPE_CHECKING
 

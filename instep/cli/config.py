@@ -41,8 +41,8 @@ class Config:
     """Ask about this machine and write the config file that `instep launch` uses; `instep config default` does not ask.
 
     The config file is YAML: $XDG_CONFIG_HOME/instep/config.yaml (~/.config/instep/config.yaml), unless
-    INSTEP_CONFIG_FILE or `--config FILE` names another. An empty answer means the value in brackets, which is that of
-    an existing file, if any.
+    INSTEP_CONFIG_FILE or `--config FILE` names another. An empty answer means the value in brackets: the one
+    in the existing file, else the default.
 
       instep config default     write it without questions
       instep config update      change settings, or take over a file of Accelerate

@@ -1,6 +1,6 @@
 """Run a script as several processes, on this machine or on several.
 
-The script's own arguments count first, then these options, then the config file (`instep config`), then variables.
+A setting comes from the script, else from these options, else the config file (`instep config`), else a variable.
 Exit codes: 0 done; 75 preempted: saved, run it again; 76 hung; 1 failed; 2 wrong arguments.
 
 Examples:
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         if args.stands_in:
             run_as, is_module = ["instep.compat", args.stands_in, *["-m"] * args.module, *program], True
         spec = make_spec(launch, run_as, module=is_module, python=not args.no_python)
-        # On a Ray cluster, or with a PATH of the job's own, ranks may find the program elsewhere, so it is not checked
-        # here.
+        # On a Ray cluster, or with PATH or PYTHONPATH set for the job, ranks may find a program that this process does
+        # not find, so it is not checked.
         if launch.settings.ray is None and not spec.env.keys() & {"PATH", "PYTHONPATH"}:
             check_program(program, module=args.module, python=not args.no_python)
     except SettingError as error:

@@ -198,7 +198,7 @@ def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30),
         add_help=False,
     )
-    # The option is hidden, since a reader of the help has already found it.
+    # The help does not list -h, since a reader of the help has found this option already.
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     module.arguments(parser)
     # A usage of three lines or more only repeats the list of options below it.
@@ -244,7 +244,7 @@ def _complete() -> None:
         names = parser.add_subparsers()
         for name, text in inner.items():
             names.add_parser(name, help=text if (*done, name) in COMMANDS else GROUPS.get(name))
-    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # the words that are still to be parsed start after these
+    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # argcomplete skips the words of the command's name
     made_up = [option for option in parser._option_string_actions if option.endswith((".ARG", "+"))]
     argcomplete.autocomplete(parser, always_complete_options=False, exclude=made_up)
 

@@ -7,7 +7,7 @@ nothing is overwritten. From checkpoints and safetensors, one tensor at a time i
 
 Examples:
   instep merge-weights runs/best model.safetensors
-  instep merge-weights runs/best folder --max-shard-size 5GB    as the Hugging Face hub has large models
+  instep merge-weights runs/best folder --max-shard-size 5GB    split like large models on the Hugging Face hub
   instep merge-weights state/pytorch_model_fsdp_0 model.safetensors
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 from instep.errors import UsageError
 from instep.utils.untrusted_files import clean
 
-_LONG_BITS = 256  # bits of the largest number that is written in full
+_LONG_BITS = 256  # a number with more bits than this is not written in full
 _FEW = 8  # maximum number of elements of a tensor that is printed
 
 
@@ -23,7 +23,7 @@ def say(text: str = "", kept: str = "\n\t") -> None:
     """Print one line or several; control characters of a terminal are escaped, except those in `kept`."""
     encoding = sys.stdout.encoding or "utf-8"
     text = clean(text, kept)
-    # escape half of a surrogate pair, which is not valid text
+    # escape characters that the encoding of stdout does not have, such as a lone surrogate
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 

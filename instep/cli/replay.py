@@ -114,7 +114,7 @@ def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) ->
     how, own = _recorded(recorded, path)
     command, folder = given or how["arguments"], how.get("folder") or os.getcwd()
     if given and not own:
-        folder = os.getcwd()  # Python searches the current folder for modules of the user's command
+        folder = os.getcwd()  # where Python searches for the modules of the user's own command
     if not Path(folder).is_dir():
         output.warn(f"{folder}, where the program ran, is gone: it is run in this folder")
         folder = os.getcwd()
@@ -172,7 +172,7 @@ def _script(command: list[str], path: Path, own: bool) -> str:
 
 
 def _check_place(command: list[str], script: str, folder: str, path: Path, own: bool) -> None:
-    """Raise if the program lies inside the checkpoint that names it, or in the run folder of another user's one."""
+    """Raise if a program lies in the checkpoint that names it, or in the run folder of another user's checkpoint."""
     places = [path] if own else [path.parent.parent if path.parent.name == "checkpoints" else path.parent]
     start = Path(folder) / script if script else Path(folder)
     inside = [place for place in places if start.resolve().is_relative_to(place.resolve())]
@@ -206,7 +206,7 @@ def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
 
 @contextmanager
 def _as_in(folder: str) -> Iterator[None]:
-    """Change to a folder and send stdout to stderr, both also for the ranks that start in the `with` block."""
+    """Work in a folder and send stdout to stderr in the `with` block, also in the ranks that are started there."""
     before, stdout = os.getcwd(), os.dup(1)
     sys.stdout.flush()
     os.chdir(folder)

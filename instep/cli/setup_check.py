@@ -100,7 +100,7 @@ def fit(state: PartialState, root: Path, watch: Watch, ckpt_path: Path | None = 
     settings = {**QUIET, "default_root_dir": root, "callbacks": [watch]}
     world = state.num_processes
     trainer = Trainer(**settings, num_nodes=state.num_nodes, global_batch_size=_PER_RANK * world)
-    with contextlib.redirect_stdout(io.StringIO()):  # hides each fit's own output
+    with contextlib.redirect_stdout(io.StringIO()):  # hides what each fit prints
         trainer.fit(Net(), DataLoader(_data(world), _PER_RANK * world), ckpt_path=ckpt_path)
 
 
@@ -243,7 +243,7 @@ def _collectives(state: PartialState, device: torch.device) -> Iterator[Result]:
         return ""
 
     kind = f" ({device.type})"
-    share = (world - 1) / world  # share of the data that each rank sends over its connection in the best algorithm
+    share = (world - 1) / world  # the best all_reduce sends this share of the data twice over each rank's connection
     yield _checked(state, f"all_reduce{kind}", all_reduce, 2 * share * size, 1 + _REPEATS)
     yield _checked(state, f"gather{kind}", gather, (world - 1) * size, 1 + _REPEATS)
     yield _checked(state, f"broadcast{kind}", broadcast, size, 1 + _REPEATS)
@@ -269,7 +269,7 @@ def _errors(state: PartialState) -> str:
 
 
 def _triggers(state: PartialState) -> str:
-    """Check that a trigger of the last rank before step 3 is seen by all ranks at step 4, and only once."""
+    """Check that a trigger, set on the last rank just before step 3, reaches all ranks at step 4, and only once."""
     triggers = Triggers(every=1)
     setter, seen = state.num_processes - 1, {}
     for step in range(1, 7):

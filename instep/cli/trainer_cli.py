@@ -136,7 +136,8 @@ def _longest(value: Any) -> int:
     return max([len(entries), *map(_longest, entries)])
 
 
-register_unresolvable_import_paths(torch)  # torch's functions do not name the module from which they are imported
+# jsonargparse finds the import path of an object by its __module__, which torch's own functions do not have
+register_unresolvable_import_paths(torch)
 
 ArgsType: TypeAlias = "Sequence[str] | Mapping[str, Any] | Namespace | None"
 _OF_METHODS = {"ckpt_path", "resume", "return_predictions", "verbose"}
@@ -215,7 +216,7 @@ class TrainerCLI:
         self.load_from_checkpoint_support = load_from_checkpoint_support
 
         if is_worker():
-            report_failures()  # set up before the user's constructors run, since these may fail too
+            report_failures()  # called early, to report errors in the user's constructors too
         words: Any = sys.argv[1:] if args is None else args
         self.setup_parser(run, dict(parser_kwargs or {}), words)
         import_named(words, str(self.parser.env_prefix))
@@ -308,7 +309,8 @@ class TrainerCLI:
             parser = self.init_parser(**{"description": about, **own_kwargs[name]})
             self._add_arguments(parser)
             method = parser.add_method_arguments(cls, name, skip=set(commands[name]))
-            for other in _OF_METHODS.difference(method):  # accepted, so that one configuration works for all commands
+            # arguments of other commands are accepted, so that one configuration works for all commands
+            for other in _OF_METHODS.difference(method):
                 parser.add_argument(f"--{other}", type=Any, help=SUPPRESS)
             self._method_arguments[name] = method
             self._parsers[name] = parser
@@ -371,7 +373,7 @@ class TrainerCLI:
             self._keep_from_parser(stand_ins)
 
     def _keep_from_parser(self, stand_ins: Mapping[str, StandIn]) -> None:
-        """Record the module's arguments that have texts from the checkpoint; these are built without the parser."""
+        """Record the module's arguments that have texts of the checkpoint, which the parser must not build."""
         plain = self._dumped()
         model = plain.pop("model")
         inner = "init_args." if "class_path" in model else ""
@@ -402,7 +404,7 @@ class TrainerCLI:
     # ---- building the objects
 
     def _start_ranks(self) -> None:
-        """If the program starts its ranks itself, become their agent now, before a module is in memory."""
+        """If the program starts its ranks itself, start and watch them now, before this process builds a module."""
         if self.subcommand is None or self.trainer_class is not Trainer or is_worker():
             return
         given = self._get(self.config, "trainer")
@@ -462,7 +464,7 @@ class TrainerCLI:
     def _build_model(
         self, class_type: Any, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
     ) -> TrainModule:
-        """Build the module with hyperparameters that equal the configured values."""
+        """Build the module, and let its `save_hyperparameters` store the configured values in place of objects."""
         plain = self._dumped().get("model", {})  # a class without arguments has no entry
         values = {**plain.get("init_args", {}), **plain.get("dict_kwargs", {})} if "class_path" in plain else plain
         for target, value in applied_instantiation_links.items():
@@ -485,7 +487,7 @@ class TrainerCLI:
             return class_type(*args, **kwargs)
 
     def _configure_optimizers_of(self, module: TrainModule) -> None:
-        """Set the configured optimizer on the module, if there is one; fit builds it."""
+        """Make the module's `configure_optimizers` build the configured optimizer, if there is one."""
         parser = self._parser()
         optimizers = [key for key, (_, link_to) in parser.optimizers.items() if link_to == AUTOMATIC]
         schedulers = [key for key, (_, link_to) in parser.lr_schedulers.items() if link_to == AUTOMATIC]
@@ -553,7 +555,7 @@ def _returned(cls: Any) -> type:
 
 
 def _names_in(value: Any, stand_ins: Mapping[str, StandIn]) -> list[str]:
-    """List the stand-ins that occur in plain values."""
+    """List the stand-ins, made-up words in place of a checkpoint's texts, that occur in plain values."""
     if isinstance(value, dict):
         return [name for pair in value.items() for inner in pair for name in _names_in(inner, stand_ins)]
     if isinstance(value, list):
@@ -571,7 +573,7 @@ def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
 
 
 def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
-    """Read the arguments of the module from a checkpoint; return none for a file of weights or a wrong path."""
+    """Read the module's arguments from a checkpoint; an empty mapping for a file of weights or a wrong path."""
     # Imported late, since only a given checkpoint needs it.
     from instep.checkpoint import CheckpointStore, find_checkpoint
 

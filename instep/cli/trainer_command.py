@@ -36,7 +36,7 @@ class _Command:
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
-        """Run the method of the Trainer that the class is named after."""
+        """Run the Trainer's method that has the name of this class in lower case."""
         return run_trainer(cls.__name__.lower(), words)
 
 

@@ -1,6 +1,7 @@
 """Use a checkpoint's hyperparameters as defaults of a parser that builds objects and reads texts as YAML.
 
-No text of the checkpoint reaches that parser: `described_arguments` replaces every text by a stand-in.
+A text read as YAML could name a class to build, so the parser gets no text of a checkpoint: `described_arguments`
+replaces every text by a stand-in, a made-up word.
 """
 
 from __future__ import annotations

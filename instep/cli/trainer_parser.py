@@ -247,16 +247,16 @@ class TrainerArgumentParser(ArgumentParser):
                 self.link_arguments(key, link_to, compute_fn=partial(_plain_class_path, cls))
 
     def leave_out(self, keys: list[str], texts: dict[str, str]) -> None:
-        """Leave settings that would be read as YAML out of dumps, and replace stand-ins in dumps by their texts.
+        """Set what `dump` does with the texts of a checkpoint: the settings to leave out, and the texts to insert.
 
         Args:
-            keys: names of the settings to leave out.
-            texts: text for each stand-in; a stand-in is a word that occurs nowhere else.
+            keys: names of the settings to leave out, since a parser would read their texts as YAML.
+            texts: text to insert for each stand-in, a made-up word that occurs nowhere else.
         """
         self._left_out, self._texts = keys, texts
 
     def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
-        """Dump as jsonargparse does, without the settings that `leave_out` has named."""
+        """Dump a configuration as jsonargparse does, with the changes that `leave_out` has set."""
         if not self._texts and not self._left_out:
             return super().dump(namespace, *args, **kwargs)
         import yaml  # imported late, since only dumps with texts of a checkpoint need it
@@ -323,7 +323,7 @@ class TrainerArgumentParser(ArgumentParser):
 
 
 def _plain_class_path(cls: type, given: Any) -> dict[str, Any]:
-    # The round trip replaces tuples, which YAML does not have, by lists.
+    # Conversion to JSON and back replaces tuples, which YAML does not have, by lists.
     return json.loads(json.dumps(with_class_path(cls, given)))
 
 
@@ -409,7 +409,7 @@ def import_named(args: Any, env_prefix: str) -> None:
     if not isinstance(args, Mapping) and not hasattr(args, "as_dict"):
         paths = [Path(word.partition("=")[2] if word.startswith("-") else word) for word in args]
         for path in paths:
-            # the parser reports these errors later; ValueError: a word holds a NUL character
+            # errors are ignored here, since the parser reports them later; ValueError: a word has a NUL character
             with suppress(SettingError, ValueError):
                 texts += [read_text(path)] if path.suffix in _FILES and path.is_file() else []
     words = set(re.findall(r"\w+", " ".join(texts)))

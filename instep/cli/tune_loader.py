@@ -3,9 +3,10 @@
 WHAT is a function that returns a DataLoader, or a DataModule whose training loader is measured (package.module:Name, or
 train.py:Name). Each setting is measured for --seconds, after its first batch. Of the settings within 5 % of the
 fastest, the one with the fewest workers is chosen; with --step-ms, the one with the fewest workers that is faster than
-the training steps. --write makes a YAML file of the chosen setting. For a DataModule it has those of its arguments that
-are named like a DataLoader's, for `instep fit --config run.yaml --config FILE`; for a function it has a DataLoader's
-arguments. On CUDA the setting has pin_memory=true.
+the training steps. On CUDA the setting has pin_memory=true.
+
+--write saves the chosen setting as a YAML file of DataLoader arguments, such as num_workers. For a DataModule, the file
+has only the arguments that the DataModule itself accepts, and is used by `instep fit --config run.yaml --config FILE`.
 
 Examples:
   instep tune-loader train.py:Digits
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         loader = training_loader(made)
     data_module = None if made is loader else make
     if args.write is not None:
-        check_write(args.write, data_module)  # checked before measuring, since measuring takes a minute
+        check_write(args.write, data_module)  # before measuring, which takes a minute
     if not args.json:
         output.say(f"{args.what}: batches a second, measured for {args.seconds:g} s each")
     best, found = tune_loader(loader, args.workers, args.prefetch, seconds=args.seconds, step_s=args.step_ms / 1000)
@@ -85,7 +86,7 @@ def _row(trial: LoaderTrial, chosen: bool) -> tuple[Any, ...]:
 
 
 def check_write(path: Path, data_module: Any) -> None:
-    """Check before measuring that a setting can be written; arguments as in `write_setting`.
+    """Check before measuring that a setting can be written; `path` and `data_module` as in `write_setting`.
 
     Raises:
         SettingError: the file exists already, or the class takes no argument of a `DataLoader`.

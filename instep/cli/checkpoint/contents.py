@@ -81,7 +81,7 @@ class Contents:
     left_out: list[str] = field(default_factory=list)
 
     def leave_out(self, *names: str) -> None:
-        """Add the names of the fields that are not empty to `left_out`."""
+        """Add those of the named fields that are not empty to `left_out`."""
         self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
 
     def numbered_optimizers(self) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ class Contents:
         return states
 
     def safe(self, whose: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the values that torch can read without running code, and record the others as left out."""
+        """Return the values that torch can read without running code; add the names of the others to `left_out`."""
         kept: dict[str, Any] = {}
         for key, value in values.items():
             buffer = io.BytesIO()

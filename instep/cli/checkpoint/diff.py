@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MANY = 20  # maximum number of printed lines of one kind, unless --all is given
 _FACTS = ("step", "attempt", "run_id", "world_size", "created", "versions", "info")
-_ARGUMENTS = re.compile(r"\([^()]{20,}\)")  # long arguments in the name under which a callback's state is saved
+_ARGUMENTS = re.compile(r"\([^()]{20,}\)")  # matches long arguments, as in the name of a callback's saved state
 _WHO_SAVED_IT = ("run_id", "run_folder", "command", "instep_version", "loggers")
 
 
@@ -131,7 +131,7 @@ def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
     wide = torch.complex128 if a.is_complex() else torch.float64
     try:
         x, y = a.to(wide), b.to(wide)
-    except RuntimeError:  # the dtype has no arithmetic
+    except RuntimeError:  # torch cannot compute with this dtype
         return {"difference": "other bits"}
     other = (x != y) & ~(x.isnan() & y.isnan())
     largest = float(torch.where(other, (x - y).abs(), 0).max())

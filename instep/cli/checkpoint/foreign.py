@@ -18,8 +18,8 @@ from instep.checkpoint.weights import indexed_files, load_weights, plain_tensors
 from instep.cli.checkpoint.contents import Contents, put
 from instep.errors import CheckpointError, CorruptCheckpointError
 
-# Version in files that are written: the oldest Lightning that reads this layout, since Lightning warns about a file of
-# a newer version than its own.
+# Version of Lightning in files that are written. It is the oldest version that reads this layout, since Lightning warns
+# about files of newer versions than the installed one.
 _VERSION = "2.0.0"
 _LEFT = {
     "loops": "the place in the epoch (loops)",
@@ -40,7 +40,7 @@ _WEIGHTS = (
 
 
 def read_lightning(path: Path) -> Contents:
-    """Read the weights, hyperparameters and values that hooks added from a checkpoint of Lightning."""
+    """Read a checkpoint of Lightning: its weights, its hyperparameters, and values that hooks added to it."""
     loaded = read_torch_file(path)
     with reading(path, "is no checkpoint of Lightning"):
         return _contents(loaded, path)

@@ -44,7 +44,7 @@ def find(path: str) -> list[Folder]:
     here = to_path(path).absolute()
     if not here.exists():
         try:
-            # Finds "runs/best-2" for "runs/best"; its error lists the checkpoints that exist.
+            # `find_checkpoint` finds "runs/best-2" for "runs/best"; its error lists the checkpoints that exist.
             here = find_checkpoint(here)
         except CorruptCheckpointError as error:
             here = to_path(error.path or here)

@@ -16,8 +16,8 @@ _SAME_BYTES = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 _KNOWN = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 _STAGES = {"deepspeed": 2, **{f"deepspeed_stage_{stage}": stage for stage in range(4)}}
-_BUCKET = 500_000_000  # maximum number of elements in a bucket
-_LIVE = 1_000_000_000  # maximum number of elements of gathered parameters in stage 3
+_BUCKET = 500_000_000  # maximum number of elements in a bucket of gradients, by default in DeepSpeed
+_LIVE = 1_000_000_000  # maximum number of elements of parameters that are gathered at a time in stage 3
 
 
 def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
@@ -33,7 +33,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
     inner = setup.precision if not lower else "bf16-mixed" if stage == 0 else "bf16-true"
     alone = simulate(subject, replace(setup, strategy="single_device", precision=inner, devices=1, on_gpu=False))
     steps = simulate(replace(subject, batch=None), Setup("single_device", "32-true"))
-    # Temporary memory of the optimizer, per byte of the largest parameter.
+    # Bytes of temporary memory of the optimizer for each byte of the largest parameter.
     whole = steps.weights + steps.gradients + steps.optimizer
     ratio = max(0, steps.peak - whole) / (4 * max(1, steps.largest))
     width = 2 if lower and stage else 4

@@ -24,8 +24,8 @@ class Loaded:
         dtype: name of the dtype.
         weights: bytes of all parameters and buffers; None if the dtype needs quantization, and no layer can be
             quantized.
-        largest_layer: bytes of the largest block that is not split over devices, or of a larger single layer. So much
-            must be on the device that computes, however much is offloaded. None if `weights` is None.
+        largest_layer: bytes of the largest block that is not split over devices, or of a larger single layer. The
+            device that computes needs this memory even if all weights are offloaded. None if `weights` is None.
     """
 
     dtype: str

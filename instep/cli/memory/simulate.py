@@ -127,7 +127,7 @@ class Bytes(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor's operators call this method again with its local tensors
+            return NotImplemented  # a DTensor runs the operator itself, and calls this again with local tensors
         result = func(*args, **(kwargs or {}))
         for leaf in () if self._aside else tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -212,10 +212,10 @@ def simulate(subject: Subject, setup: Setup) -> Estimate:
             field="strategy",
             got=setup.strategy,
         )
-    PartialState(cpu=True)  # made before the fake process group, so that this process counts as a single one
+    PartialState(cpu=True)  # before there is a fake process group, so that this process counts as a single one
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # the training run itself will give these warnings
+        warnings.simplefilter("ignore")  # these warnings are for the real training, which will show them
         Strategy.connect(strategy, _CPU, Precision(setup.precision, _CPU))
         if isinstance(strategy, FSDPStrategy):
             stack.enter_context(_group(setup.devices))

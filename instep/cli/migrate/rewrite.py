@@ -41,8 +41,9 @@ class _Rewriter(cst.CSTTransformer):
         super().__init__()
         self._new = plan.new
         self._comments = plan.comments
-        self._next: dict[cst.CSTNode, cst.CSTNode] = {}  # each statement's next statement in its block
-        self._before: dict[cst.CSTNode, list[cst.EmptyLine]] = {}  # lines of a removed statement, by the next statement
+        self._next: dict[cst.CSTNode, cst.CSTNode] = {}  # for each statement, the next one in the same block
+        # comments and empty lines before a removed statement, by the statement after it
+        self._before: dict[cst.CSTNode, list[cst.EmptyLine]] = {}
 
     def _visit_block(self, node: Any) -> None:
         self._next.update(pairwise(node.body))

@@ -22,7 +22,8 @@ class Finding:
 
     Args:
         line: line number in the unchanged script, from 1.
-        kind: "todo": must be changed by hand; "warns": still works, with a warning; "note": means something else.
+        kind: "todo": a person must change the place; "warns": it still works, but instep gives a warning; "note": it
+            still works, but has another meaning in instep.
         text: what the place is, and what to do.
     """
 
@@ -37,8 +38,8 @@ class Plan:
 
     Args:
         module: syntax tree of the script.
-        lines: position of each node.
-        new: for each place that changes, by its old node: the new nodes.
+        lines: position of each syntax node in the script.
+        new: what replaces each syntax node that changes, by the old node.
         comments: comments of names that are removed from an import, by the import's node.
         findings: places that a person should look at.
         found: canonical names of the packages that the script imports.
@@ -60,15 +61,15 @@ class Plan:
         self.findings.add(Finding(self.line(node), "todo", text))
 
     def warns(self, node: cst.CSTNode, text: str) -> None:
-        """Record a place that works as before, with a warning."""
+        """Record a place that still works, but for which instep gives a warning."""
         self.findings.add(Finding(self.line(node), "warns", text))
 
     def note(self, node: cst.CSTNode, text: str) -> None:
-        """Record a place that works, but means something else."""
+        """Record a place that still works, but has another meaning in instep than in the other package."""
         self.findings.add(Finding(self.line(node), "note", text))
 
     def report(self) -> list[Finding]:
-        """Return the findings by line; a finding that is printed only once lists all its lines."""
+        """Return the findings by line; equal ones, unless they are a "todo", become one that lists all lines."""
         lines: dict[tuple[str, str], list[int]] = defaultdict(list)
         for finding in sorted(self.findings):
             lines[finding.kind, finding.text].append(finding.line)
@@ -99,7 +100,7 @@ class Names(cst.CSTVisitor):
         self.needed: dict[str, set[str]] = defaultdict(set)
         self.kept: set[str] = set()  # names of old modules that the script still uses
         self.leftovers: dict[str, list[cst.CSTNode]] = defaultdict(list)
-        # For each imported name: further names of instep that its new uses need.
+        # For each imported name: further names of instep that must be imported, since the new code uses them.
         self.extra: dict[str, set[str]] = defaultdict(set)
         self.defined: set[str] = set()
         self.have: set[str] = set()  # imports at the top level: `import a` as "a", `from a import b` as "a b"
@@ -180,7 +181,7 @@ class Names(cst.CSTVisitor):
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         base, inner = _base(node), node
-        # Stops at `pl.Trainer` in `pl.Trainer.fit`.
+        # Find the longest part that has a successor in instep: `pl.Trainer` in `pl.Trainer.fit`.
         while isinstance(inner, cst.Attribute) and not self._successor(inner):
             inner = inner.value
         if isinstance(base, cst.Name):

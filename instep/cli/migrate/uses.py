@@ -21,7 +21,7 @@ from instep.errors import InstepError, MissingPackageError
 from instep.types import ReadOnly
 from instep.utils import porting
 
-_KINDS = {  # base classes of a script's classes, whose objects may have any attribute
+_KINDS = {  # classes from which a script derives its own classes, which may have further attributes
     "TrainModule": "instep.TrainModule",
     "DataModule": "instep.DataModule",
     "Callback": "instep.callbacks.Callback",
@@ -29,7 +29,8 @@ _KINDS = {  # base classes of a script's classes, whose objects may have any att
 }
 # Names of variables and arguments that count batches which an earlier run has done.
 _DONE = re.compile(r"resume|start|first_|skip|done|completed")
-_STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # names of values that are not rows of a batch
+# matches names of values that do not have one row per sample
+_STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")
 _SAVED = re.compile(r"(best|last)_model_path")  # names of attributes of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
 _BY_HAND = re.compile(r"automatic_optimization\s*=\s*False")
@@ -66,7 +67,7 @@ def load(name: str) -> Any:
 
 @cache
 def attributes(owner: type) -> frozenset[str]:
-    """List the names that objects of a class have: its members, attributes that methods set, a Trainer's arguments."""
+    """List all attributes of a class's objects, with those that methods set; for a Trainer also all arguments."""
     names = set(dir(owner)) | set(getattr(owner, "__dataclass_fields__", ()))
     for base in owner.__mro__:
         if base.__module__.startswith("instep."):
@@ -175,10 +176,10 @@ class Uses(cst.CSTVisitor):
         self._methods: dict[str, set[str]] = {}  # the methods of the script's classes
         self._functions: list[str] = []  # names of the enclosing functions
         self._loops: list[cst.CSTNode] = []
-        self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
+        self._reduced: set[cst.CSTNode] = set()  # calls whose result is reduced to one number by sum, mean or item
         self._one_rank: list[cst.If | cst.FunctionDef] = []
         self._collective: list[cst.Attribute] = []  # calls that are made on one rank, but must be made by all ranks
-        self._otherwise: set[cst.BaseSuite | cst.If | cst.Else] = set()  # statements after `elif` and `else`
+        self._otherwise: set[cst.BaseSuite | cst.If | cst.Else] = set()  # the `elif` and `else` branches of the script
         self._script = plan.module.code
         self._loads_state = ".load_state(" in self._script
         self.steps_often = False  # whether a function of the script steps optimizers by hand more than once
@@ -241,7 +242,7 @@ class Uses(cst.CSTVisitor):
             instead = f"use {porting.HOOKS_GONE[name]}; keep outputs in an attribute"
             self.plan.todo(method.name, f"{name} is not called any more: {instead}")
         elif name in porting.HOOKS_UNCALLED and name not in known:
-            if f".{name}(" not in self._script:  # otherwise the script calls the method itself
+            if f".{name}(" not in self._script:  # no warning if the script calls the method itself
                 self.plan.warns(method.name, f"{name} of Lightning 1 is not called: use {porting.HOOKS_UNCALLED[name]}")
         elif name in porting.ATTRIBUTES.get(kind, ()) and name not in known:
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
@@ -386,7 +387,7 @@ class Uses(cst.CSTVisitor):
                 self._collective.append(node)
 
     def _is_anywhere(self, node: cst.Attribute) -> bool:
-        """Return True if the attribute may be instep's: the script does not set it, or read it from another Trainer."""
+        """Return False if the script sets this attribute itself, or reads it from a Trainer that is not Lightning's."""
         of_a_trainer = not self.is_lightning and "trainer" in code(node.value).lower()
         return code(node) not in self.assigned and not of_a_trainer
 
@@ -583,7 +584,7 @@ class Uses(cst.CSTVisitor):
         return "" if home == "instep.compat.fabric" else leaf
 
     def _owner(self, node: cst.BaseExpression) -> str:
-        """Return the dotted name of the instep class that an expression names or whose object it is; "" if neither."""
+        """Return the dotted name of the instep class that an expression is, or is an object of; "" if there is none."""
         text = code(node)
         for scope in reversed(self._parameters):
             if text in scope:
@@ -612,7 +613,7 @@ class Uses(cst.CSTVisitor):
 
 
 class _Receivers(cst.CSTVisitor):
-    """Visitor that finds the variables that hold a Trainer, an Accelerator and so on, and how gradients accumulate."""
+    """Visitor that finds variables with objects of instep's classes, and how the script accumulates gradients."""
 
     def __init__(self, uses: Uses) -> None:
         super().__init__()
@@ -716,7 +717,7 @@ def _names_argument(node: cst.Call, name: str) -> bool:
 
 
 def _is_ours(method: Any) -> bool:
-    """Return True for a function of instep; False for a method that a module has from torch."""
+    """Return True for a function of instep; False for a method that a module inherits from torch."""
     return str(getattr(method, "__module__", "")).startswith("instep.")
 
 

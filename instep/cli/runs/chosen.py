@@ -27,7 +27,7 @@ def names(text: str) -> list[str]:
 
 
 def find(paths: Sequence[str], limit: int | None = None) -> list[Entry]:
-    """Find the runs at some paths or with some names, the newest first; print on stderr how many `limit` leaves out.
+    """Find the runs at some paths or with some names, the newest first; print on stderr if `limit` leaves some out.
 
     Raises:
         UsageError: no run is found.
