@@ -26,7 +26,7 @@ from instep.utils.untrusted_files import clean
 
 AGENT_PID = "INSTEP_AGENT_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_RUN_FOLDER = "run-folder"  # name of a file in the folder of the error file
+_RUN_FOLDER = "run-folder"  # file beside the error file, which contains the path of the run folder
 # matches the messages of gloo and NCCL about a rank that is gone, and of instep when it waits for such a rank
 _BROKEN = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Ss]ocket closed|remote process exited|"

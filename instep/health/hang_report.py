@@ -1,6 +1,6 @@
 """Report of a hang on one node: which ranks do not respond, and where in the code the other ranks wait.
 
-The agent writes the report if there is one; otherwise a rank writes it.
+The node's agent writes the report; if there is no agent, a rank writes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instep.state.rank_records import ENDED_FILE, named_ranks
 from instep.utils.atomic import replace
 from instep.utils.process_id import state_of
 
-_TO_SAY_S = 10.0  # seconds that ranks have to write their own reports; a rank that can run does it, also if busy
+_TO_SAY_S = 10.0  # seconds that ranks have to write their own reports; enough for a busy rank that can run
 _TO_WRITE_S = 5.0
 _TO_END_S = 1.0
 _POLL_S = 0.05
@@ -181,7 +181,7 @@ def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
             f"All ranks of this node wait for another node, or for each other, at one place: {_at(beats, waiting[0])}."
         )
     most = by_size[-1]
-    if len(by_size[-2]) == len(most):  # two groups are equally large, so it is unknown which of them is wrong
+    if len(by_size[-2]) == len(most):  # it is unknown which of two equally large groups of ranks is wrong
         each = "; ".join(_at(beats, found[0]) for found in by_size)
         return f"The ranks wait for each other in different places: {each}. All must make the same calls in one order."
     each = "; ".join(_at(beats, beat) for found in by_size[:-1] for beat in found)

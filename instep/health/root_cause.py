@@ -89,8 +89,9 @@ class RankEnd:
 def find_cause(ends: Sequence[RankEnd], alarmed: int = 0) -> RankEnd | None:
     """Find the rank that caused the failure of the job.
 
-    It is a rank that was killed by a signal first; otherwise the rank that first reported an error of its own;
-    otherwise any rank. A killed rank writes no report, and the other ranks then report broken connections.
+    The cause is the first of these that exists: a rank that was among the first to fail and was killed by a signal; the
+    rank that first reported an error of its own; any other failed rank. A killed rank writes no report, and the other
+    ranks then report broken connections.
 
     Args:
         ends: ends of the failed ranks of all nodes.

@@ -4,8 +4,8 @@ The main process writes `status.json`. After the ranks have ended, the agent add
 could not write: that it was killed or aborted, or which rank's error broke the connection.
 
 A file `failures/rank-<n>.json` says for a rank that failed what its error was and what it was doing. The rank writes
-the file itself; for a killed rank the agent writes it, and in a hang the report does. Without an agent, the main
-process only sees that the connection to a rank broke, and finds the cause in these files.
+the file itself. For a killed rank the agent writes the file, and in a hang the process that reports the hang. Without
+an agent, the main process only sees that the connection to a rank broke, and finds the cause in these files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROGRESS = "progress.json"
 FAILURES = "failures"
 _SPARE = ".status-spare"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MOST_CHARACTERS = 4000  # limit for the text of an error; a character has up to 12 bytes, and LEASE_BYTES are read
+_MOST_CHARACTERS = 4000  # limit for the text of an error: up to 12 bytes per character, within the file's LEASE_BYTES
 _SHORT = 300
 _TRACEBACK = "Traceback (most recent call last):"
 _FROM_WORKER = f"Original {_TRACEBACK}"
@@ -160,7 +160,7 @@ def _number(value: Any) -> float:
 
 
 def find_failure(folder: Path) -> str:
-    """Return the first error of its own that another rank has written, with the rank; empty if there is none."""
+    """Return the first error that a rank other than 0 has caused itself, with the rank's number; "" if none."""
     own = [one for one in read_failures(folder) if one["rank"] and not one.get("remote") and one.get("message")]
     return f"rank {own[0]['rank']}: {own[0]['message']}" if own else ""
 
@@ -219,7 +219,7 @@ def finish_status(folder: Path, pid: int, error: str, signal: str | None = None,
         folder: the run folder.
         pid: process id of the run's main process; if another run uses the folder now, nothing is written.
         error: why the ranks failed.
-        signal: name of the signal that asked the job to end before; None if there was no signal.
+        signal: name of the signal that asked the job to end before the failure; None if there was no signal.
         own: whether the main process is the rank that failed.
     """
     content = read_status(folder)

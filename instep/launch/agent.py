@@ -1,4 +1,4 @@
-"""The agent of a node: it tells exit codes apart, gives ranks time to save, and sends messages to other agents.
+"""The agent of a node: it distinguishes exit codes, gives ranks time to save, and sends messages to other agents.
 
 Differences from torch's elastic agent, in addition to those in `torch_agent`:
 
@@ -7,7 +7,8 @@ Differences from torch's elastic agent, in addition to those in `torch_agent`:
 - torch's agents notice a failure on another node only when the connections of their own ranks break, and each agent
   counts its restarts alone. Here the agents send each other messages (`node_channel`). So all ranks end within seconds,
   all agents report the same cause, and they share one count of restarts.
-- torch's agent ends with the first node whose ranks are done; here every agent waits for the last node.
+- torch's agent waits only 5 minutes for other nodes after its own ranks are done; here every agent waits for the last
+  node.
 - torch's rendezvous is replaced by the ones in `rendezvous`, so that restarted ranks connect to each other.
 """
 
@@ -60,9 +61,9 @@ _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
 _UNTIL_TERM_S = 1.0  # seconds after a failure in which other ranks may end by themselves, each with its own message
 _POLL_S = 0.02
-_SAID_S = 1.0  # seconds; the agent of the failing rank prints its report last, at most this long after the other agents
+_SAID_S = 1.0  # seconds that the failing rank's agent waits for reports of other agents, so that its report comes last
 
-# Rendezvous of nodes that were cut off. They are only kept alive: their threads still wait for an answer.
+# Rendezvous objects of nodes that were cut off. They must stay alive, since their threads still wait for an answer.
 _unfinished: list[Nodes] = []
 
 
@@ -157,7 +158,7 @@ class NodeAgent:
 
     @property
     def _ranks(self) -> Ranks:
-        """The ranks of the latest start on this node."""
+        """The ranks on this node that were started last."""
         processes = self._torch.processes
         assert processes is not None
         if self._known is None or self._known.processes is not processes:
@@ -256,8 +257,8 @@ class NodeAgent:
         """Wait until every rank has ended; kill ranks that still run at the deadline.
 
         Args:
-            end_with: signal that ends the ranks of a round that is over anyway. None: the reason is an exit code, a
-                signal to this agent, or a message of another agent.
+            end_with: signal to send to the ranks at once, after an error in the agent or a signal during a start. None:
+                the round ends because of an exit code, a signal to this agent, or a message of another agent.
         """
         channel, ranks = self._talk, self._ranks
         self._first: list[int] = [EXIT_HUNG] if self._hung else []
@@ -413,7 +414,7 @@ class NodeAgent:
             _say(f"{cause.title} failed with {cause.how}:\n{cause.report.traceback.rstrip()}")
 
     def _finish_status(self, cause: RankEnd | None, lost: str, ends: list[RankEnd]) -> None:
-        """Write the cause into the run's `status.json` and `failures`, if rank 0 was on this node and did not."""
+        """Write the cause into the run's `status.json` and `failures`, if rank 0 of this node has not done so."""
         main = self._ranks.main_process()
         if main is None or (cause is None and not lost):
             return

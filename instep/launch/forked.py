@@ -104,7 +104,7 @@ class Forked:
         _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
         for end in chain(*self._pipes):
             if end is not pipe:
-                end.close()  # if it stayed open here, the agent would not notice the end of another rank
+                end.close()  # an end that is open here would hide the end of another rank from the agent
         try:
             pipe.recv_bytes()
             # Sent as bytes, since `send` would put tensors into shared memory, which ends with this process.
@@ -114,10 +114,10 @@ class Forked:
                 traceback.print_exc()
             sys.exit(1)
         except KeyboardInterrupt:
-            sys.exit(128 + signal.SIGINT)  # torch would treat the interrupt as success
+            sys.exit(128 + signal.SIGINT)  # torch treats an interrupt that leaves this function as success
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # torch would keep the process until its parent has read the result
+        os._exit(0)  # after a return, torch would keep the process until its parent has read the result
 
     def _call(self) -> Any:
         try:

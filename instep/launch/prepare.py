@@ -25,9 +25,9 @@ from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, NO_SECRET, Secret, 
 from instep.utils.env import as_variables
 from instep.utils.warn import warn_user
 
-# Code that runs in the rank before the program, and then replaces itself by the program in the same process (exec). The
-# parent-death signal and the cores, which it sets, are kept by the kernel. It checks the parent again, since the agent
-# may have died before the signal was set.
+# Code that runs in the rank before the program: it sets the parent-death signal and the cores, and then replaces itself
+# by the program in the same process (exec). The kernel keeps both settings. After setting the signal, the code checks
+# the parent, since the agent may have died before.
 _BOOT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -98,9 +98,10 @@ def _parse(text: str) -> set[int]:
 
 @contextlib.contextmanager
 def agent_folder() -> Iterator[str]:
-    """Make a private temporary folder for an agent, and remove folders of agents of this user that were killed.
+    """Make a private temporary folder for an agent, and remove the folder at the end of the `with` block.
 
-    A file in the folder is locked while the agent, or a rank that is forked from the agent, lives.
+    First, remove folders that earlier agents of this user have left because they were killed. A file in each folder is
+    locked as long as its agent, or a rank that was forked from its agent, is alive; such a folder is not removed.
     """
     parent = tempfile.gettempdir()
     for name in os.listdir(parent):
@@ -159,7 +160,7 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 
     Args:
         spec: the job.
-        again: whether this agent may be a restart of the same job; never in a notebook.
+        again: whether this agent may belong to a job that its launcher has restarted; False in a notebook.
     """
     # A job that was started in a terminal is always new: SLURM does not requeue a command that was typed into a shell,
     # and all commands of a shell belong to the same step, so the step does not identify a job.
@@ -207,7 +208,10 @@ def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
 
 @contextlib.contextmanager
 def environment(added: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables of this process in the block; torch's agent passes them to ranks. None removes one."""
+    """Set environment variables of this process inside the block, because torch's agent passes them to ranks.
+
+    The value None removes a variable.
+    """
     before = {name: os.environ.get(name) for name in added}
     _update(added)
     try:

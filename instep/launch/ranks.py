@@ -1,4 +1,4 @@
-"""The ranks of a start on this node, for the agent: their processes, exit codes, signals and ends."""
+"""`Ranks`: the ranks that an agent has started on its node, with their exit codes and the signals for them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from instep.launch.torch_agent import Processes
 
 
 class Ranks:
-    """The ranks of one start on this node.
+    """The ranks that the agent of this node has started together; after a restart, a new object is made.
 
     Args:
-        processes: torch's object for the processes.
+        processes: the processes of the ranks.
         say: function that prints a line of text.
 
     Attributes:
@@ -75,7 +75,7 @@ class Ranks:
             beats: heartbeats of the ranks, which show how far each rank was.
         """
         slots, host = beats.read(), socket.gethostname()
-        # A killed rank may be noticed later than ranks whose connections broke because of it.
+        # The agent may notice a killed rank later than the ranks whose connections to the killed rank broke.
         alone = self._note_ends()
         return [
             RankEnd(

@@ -93,7 +93,7 @@ class Nodes(RendezvousHandler):
         """Release the resources of a round; a second call does nothing."""
 
     def _info(self, store: Store, name: str, node: int, nodes: int, address: str) -> RendezvousInfo:
-        """Open the round of this name; the first node hosts a new store for the ranks, and announces its address."""
+        """Open the round `name`; its first node hosts a new store for the ranks, and announces the store's address."""
         if node == 0:
             self._ranks_store = _serve(address, 0)
             store.set("ranks", self._secret.sign(f"{name}/ranks", [address, self._ranks_store.port]))
@@ -122,7 +122,7 @@ class OneNode(Nodes):
 
     @property
     def use_agent_store(self) -> bool:
-        # Rank 0 hosts the store, as without an agent, if a program makes the process group by `env://`.
+        # False: if a program makes the process group by `env://`, rank 0 hosts the store, as without an agent.
         return False
 
     def get_backend(self) -> str:

@@ -82,7 +82,7 @@ class SignedBackend(RendezvousBackend):
         secret: the job's secret.
     """
 
-    _NOTHING = b"-"  # stored as the first value, since `get` of a store waits for a value
+    _NOTHING = b"-"  # the key's first value, since a store's `get` waits until there is a value
 
     def __init__(self, store: Store, run_id: str, secret: Secret) -> None:
         self._store, self._secret = store, secret

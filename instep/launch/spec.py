@@ -11,7 +11,8 @@ from typing import Literal
 
 from instep.errors import SettingError, UsageError, one_of
 
-# Seconds after the ranks' grace period until ranks are killed; meanwhile ranks end themselves and report their place.
+# Seconds from the end of the ranks' grace period until ranks are killed. In this time, ranks end themselves and report
+# where in the code they are.
 SHUTDOWN_MARGIN_S = 5.0
 
 _RDZV_CONF = (

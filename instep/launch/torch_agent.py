@@ -7,7 +7,7 @@ changes four of its steps:
 - `_monitor_workers`: as soon as one rank ends with a code other than 0, torch sends SIGTERM to the whole process group
   of each rank, with its data loader workers, and waits 30 s. Here `Steps` decides, and only the ranks get a signal.
 - `_exit_barrier`: torch's method waits up to 5 minutes for agents that may be gone.
-- `_shutdown`: torch calls it after an error or a signal too; here `Steps` ends the ranks before it.
+- `_shutdown`: torch calls this method also after an error or a signal; here `Steps` ends the ranks first.
 
 `tests/launch/test_torch_agent.py` checks that the installed torch still has what this module uses.
 """
@@ -105,7 +105,7 @@ class TorchAgent(LocalElasticAgent):
 
 
 class Processes:
-    """The processes of a start of ranks, by global rank.
+    """The processes of the ranks that were started together, by global rank.
 
     Args:
         context: torch's context of the processes.
@@ -145,7 +145,7 @@ class Processes:
     def stop_tails(self) -> None:
         """Print the ranks' remaining output, so that it comes before any message about the ranks."""
         tails = getattr(self.context, "_tail_logs", None)
-        if tails is None:  # torch 2.9 has two attributes in place of the list
+        if tails is None:  # torch 2.9 has two attributes in place of this list
             tails = (self.context._stdout_tail, self.context._stderr_tail)
         for tail in tails:
             tail.stop()

@@ -24,7 +24,7 @@ from instep.utils.warn import warn_user
 _MOMENT_S = 0.25
 _SAY_AFTER_S = 30.0
 
-# Name of the outermost `goes_first` block that this process is in, if any; inner blocks are not added.
+# Name of the outermost `goes_first` block that this process is in; empty outside of these blocks.
 _open: list[str] = []
 
 
@@ -78,7 +78,7 @@ def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, chec
         name: what this rank waits for.
         timeout_s: how long to wait, in seconds. None: a little less than the time-out of the group, so that this error
             is raised before the group breaks.
-        checked: whether checked mode is on; then its comparison before the wait is itself the wait.
+        checked: whether checked mode is on. Its comparison before each collective already waits for all ranks.
 
     Raises:
         SettingError: the time-out is not above 0, or is longer than the time-out of the group.
@@ -106,7 +106,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
             late = not finish(work, said_s - moment_s)
             if late and said_s < limit_s:
                 warn_user(_report(groups, turn, name, f"still waits after {said_s:g} s", last=False))
-            # The extra time is for ranks that came at the last moment, and have not recorded it yet.
+            # In the extra time, ranks that came at the last moment can record that they are here.
             late = late and not finish(work, limit_s - said_s + 2 * _MOMENT_S)
     except RuntimeError as error:
         _write(groups, turn, name)
@@ -116,7 +116,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
     if late:
         raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
-        calls = gather_calls(_call(name), groups.control)  # ranks in another collective take part in this gather too
+        calls = gather_calls(_call(name), groups.control)  # ranks in another collective of instep call this too
         doing = {rank: f"in {', '.join(parts)}" for rank, (parts, _) in enumerate(calls)}
         places = {rank: f"at {place}" for rank, (_, place) in enumerate(calls)}
         raise DistributedError(
@@ -129,11 +129,11 @@ def _write(groups: Groups, turn: int, name: str | None) -> None:
     try:
         RankRecords("waiting", groups.control).write(turn, _quoted(name))
     except RuntimeError:
-        pass  # the process that hosts the store has ended; `_report` says so
+        pass  # the process that hosts the store has ended, as the text of `_report` says
 
 
 def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:
-    """Describe which ranks are missing, and what the others wait for. With `last`, this rank stops waiting."""
+    """Describe which ranks are missing, and what the other ranks wait for; `last`: this rank waits no longer."""
     here = f"rank {groups.control.rank()} is in {_call(name)}, and {problem}."
     try:
         records = RankRecords("waiting", groups.control)

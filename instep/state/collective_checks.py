@@ -1,13 +1,14 @@
 """Checked mode: before each collective, all ranks compare which collective they are about to enter.
 
-`PartialState().debug` switches it on. Two channels are used. A digest of each rank's announcement is gathered over the
-control group; the gather fails if a rank is gone or does not come within the group's time-out. The text of the
-announcement is in torch's key-value store, where other ranks can read it even if its rank is missing.
+`PartialState().debug` switches it on. Each rank announces the collective that it is about to enter, over two channels.
+A digest of the announcement is gathered over the control group; the gather fails if a rank is gone or does not come
+within the group's time-out. The text of the announcement is in torch's key-value store, where other ranks can read it
+even if the rank that wrote it is missing.
 
 Invariants: instep announces every collective on the control group, so that an announcement is only compared with
-announcements. (The agreement on which ranks have a next batch is not announced.) A rank keeps two records, of its
-latest two collectives. It cannot write a third record before every other rank has left the first collective, so no
-record is overwritten while it may be read. Collectives of the user's code, DDP and FSDP are not checked.
+announcements. (The agreement on which ranks have a next batch is not announced.) A rank keeps the texts of its latest
+two announcements in the store. It cannot write a third text before every other rank has left the first collective, so
+no text is overwritten while it may be read. Collectives of the user's code, DDP and FSDP are not checked.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def announce(
         operation: name of the collective, and the arguments that must be the same on all ranks.
         details: names, shapes and dtypes that must be the same on all ranks.
         timeout_s: seconds to wait for the other ranks; None for the time-out of the process group.
-        any_line: whether the ranks may come from different lines, such as the two ends of a `with` block.
+        any_line: whether the ranks may call this from different lines, such as the two ends of a `with` block.
 
     Raises:
         DistributedError: on every rank, if one rank announces another collective or another line; on the waiting ranks,

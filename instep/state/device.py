@@ -16,8 +16,8 @@ from instep.types import Word
 class DistributedType(Word):
     """Kind of a run's processes: a single process, or several on one kind of device.
 
-    The members after XLA exist for scripts that compare with these names of Accelerate. instep itself never uses them:
-    it does not support this kind, or the name of the strategy shows the kind.
+    The members after XLA exist for scripts that compare with these names of Accelerate. A run of instep never has one
+    of them, because instep does not support the kind, or shows it by the name of the strategy.
     """
 
     NO = "NO"
@@ -118,7 +118,7 @@ def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> D
 
 
 def _why_none(accelerator: str) -> str:
-    """Explain why no such device is seen, as far as torch and the environment show it, and what to do."""
+    """Explain why this process sees no device of a kind, as far as torch and the environment show, and what to do."""
     version = torch.__version__
     otherwise = "Else use accelerator='cpu'."
     if accelerator in ("cuda", "gpu"):

@@ -81,7 +81,8 @@ def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
     if place.launcher != "torchrun":
         _check_world_size(environ, place)
     by_agent = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ
-    if place.world_size == 1 and not by_agent:  # torchrun may start one process in each of many SLURM tasks
+    # A single process is no error under torchrun, which may start one process in each of many SLURM tasks.
+    if place.world_size == 1 and not by_agent:
         _check_alone(environ, place)
     return place
 
@@ -241,7 +242,7 @@ def _is_intel(environ: Environ) -> bool:
 
 def _is_srun(environ: Environ) -> bool:
     if not any(name in environ for name in _STEP):
-        # a shell has the number 0, so this is a task of srun; `_slurm` reports which variable is missing
+        # A shell has SLURM_PROCID 0, so a higher number is a task of srun; `_slurm` reports which variable is missing.
         return read_number(environ, "SLURM_PROCID", 0) > 0
     if environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in environ and _first_of(environ, *_STEP_ID) == "0":
         return False
@@ -275,7 +276,7 @@ def _slurm(environ: Environ) -> ProcessEnvironment:
 def _tasks_per_node(environ: Environ, world_size: int) -> list[int]:
     """Return the number of tasks on each node: `2(x3),1` is [2, 2, 2, 1].
 
-    Without the variable, divide the tasks evenly.
+    If SLURM_STEP_TASKS_PER_NODE is not set, divide the tasks evenly.
     """
     text = _first_of(environ, "SLURM_STEP_TASKS_PER_NODE")
     if text:

@@ -1,9 +1,9 @@
 """Control messages between ranks: first a message of fixed size, then small objects with a MAC (a signature).
 
 The first message contains a digest of what a rank is about to do, and some numbers. Every collective of instep begins
-with an all-gather of this message on the control group. So even if ranks enter different collectives, these messages
-fit together, and all ranks learn of it. Without them, gloo would end the process, because the messages have different
-sizes.
+with an all-gather of this message on the control group. So even if ranks enter different collectives, their first
+messages have the same size, and all ranks learn of the difference. Without the first messages, gloo would end the
+process, because the ranks would send messages of different sizes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`PartialState`: rank, device and world size of this process.
 
-The first construction sets it, completely or not at all.
-
+The first construction of a `PartialState` sets these values: all of them, or none if it fails.
 This file also has `split_between_processes`, and decorators that run a function only on some processes.
 """
 
@@ -136,7 +135,7 @@ def check_index(decorator: str, name: str, index: int | None) -> None:
 
 
 def is_index(environment: ProcessEnvironment, name: str, index: int | None, local: bool) -> bool:
-    """Return True if this process has the number `index`. A single process has every number."""
+    """Return True if this process has the number `index`, or if it is the only process of the job."""
     if environment.world_size == 1:
         return True
     count = environment.local_world_size if local else environment.world_size
@@ -256,8 +255,9 @@ class ProcessMethods:
         return run_where(function, lambda: PartialState().is_last_process)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Make a function run only on one rank. On other ranks the call returns None. A single process always runs it.
+        """Make a function run only on one rank. On other ranks the call returns None.
 
+        A single process always runs the function.
         Args:
             function: the function. Leave it out in the form `@on_process(process_index=...)`.
             process_index: the rank.
@@ -273,7 +273,7 @@ class ProcessMethods:
     ) -> Any:
         """Make a function run only on one process of every node. On other processes the call returns None.
 
-        A single process always runs it.
+        A single process always runs the function.
 
         Args:
             function: the function. Leave it out in the form `@on_local_process(local_process_index=...)`.

@@ -63,7 +63,7 @@ def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[
     if _process is None or not _is_whole(_process):
         _process = None
         _process = _build(asked)
-        alone = "INSTEP_AGENT_PID" not in os.environ  # an agent of instep would have warned already
+        alone = "INSTEP_AGENT_PID" not in os.environ  # an agent of instep warns of misspelt variables itself
         if alone and _process.environment.rank == 0 and (misspelt := misspelt_variables()):
             warn_user(misspelt)
     else:
@@ -91,7 +91,7 @@ def step_group() -> ProcessGroup | None:
 
 
 def leave_group(abort: bool) -> None:
-    """Leave the process group, if there is one, and drop the record."""
+    """Leave the process group and drop the record of this process; a single process keeps its record."""
     global _process, _gone
     if _process is not None and _process.groups is not None:
         groups = _process.groups
@@ -100,7 +100,7 @@ def leave_group(abort: bool) -> None:
 
 
 def reset() -> None:
-    """Leave the process group, if there is one, and drop the record of this process."""
+    """Leave the process group, if there is one, and drop the record of this process, also of a single process."""
     global _process, _gone
     leave_group(abort=True)
     _process, _gone = None, "it was reset"

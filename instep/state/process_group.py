@@ -110,8 +110,8 @@ class Groups:
     Args:
         default: torch's default group.
         control: gloo group of the same ranks, for control messages.
-        step: another gloo group of the same ranks, for agreements in each training step. It is separate, so that a rank
-            that makes another call on the control group never receives these messages.
+        step: another gloo group of the same ranks, for agreements in each training step. This group is separate, so
+            that a rank in another call on the control group never receives the messages of an agreement.
         owned: whether instep created the default group; False if the user did.
         timeout: time limit of every operation of the control group.
         hosts: host name of each rank's machine.
@@ -141,7 +141,14 @@ def exists() -> bool:
 
 
 def adopt(environment: ProcessEnvironment) -> tuple[str, Groups]:
-    """Use the default group that the user created; return its backend and the groups. Collective."""
+    """Create instep's groups beside a default group that the user's code has created. Collective.
+
+    Args:
+        environment: rank and world size of this process.
+
+    Returns:
+        Torch's name of the default group's backend, and all groups.
+    """
     return dist.get_backend(), _leave_in_the_end(_with_control_group(environment, None, owned=False))
 
 
@@ -193,7 +200,7 @@ def leave(groups: Groups, abort: bool = False) -> None:
     atexit.unregister(_leave_at_exit)
     if not is_current(groups):
         return
-    groups.control.abort()  # no rank waits for these control messages any more
+    groups.control.abort()  # no rank waits for messages of this group any more
     groups.step.abort()
     if not groups.owned:
         dist.destroy_process_group(groups.step)

@@ -104,12 +104,12 @@ class RankRecords:
         return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
     def keep_store_alive(self, number: int, ranks: Iterable[int]) -> None:
-        """Wait until these ranks have read record `number`, since the store ends if this process hosts it and ends."""
+        """Wait until these ranks have read record `number`: if this process hosts the store, the store ends with it."""
         try:
             self._store.set(f"read/{number}/{self._rank}", "")
             self._store.wait([f"read/{number}/{rank}" for rank in ranks], _LINGER)
         except RuntimeError:
-            pass  # the other ranks wait longer than this rank, or have ended
+            pass  # the other ranks have ended, or wait longer than this rank
 
 
 class _Folder:
@@ -164,7 +164,7 @@ _IDLE_S = 5.0  # seconds after which the watcher's thread ends if no thread wait
 _KNOWN_WITHIN_S = 1.0
 _LIBRARIES = (
     *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (instep, torch)),
-    contextlib.__file__,  # contextlib has frames of `with` blocks and decorators
+    contextlib.__file__,  # its frames for `with` blocks and decorators are not the user's
 )
 _LEFT = "left"
 
@@ -319,7 +319,7 @@ class awaited:
         return self.operation if frame is None else f"{self.operation} at {':'.join(map(str, call_site(frame)))}"
 
     def _write(self, text: str) -> None:
-        with suppress(RuntimeError):  # the process that hosts the store has ended; `_text` says so
+        with suppress(RuntimeError):  # the process that hosts the store has ended, as `_text` tells the user
             RankRecords("awaiting", self.group).write(0, text)
 
     def _text(self, what: str, gone: dict[int, str]) -> str:

@@ -1,8 +1,8 @@
 """The job's secret: a key that only the ranks and agents of one job know, with which they sign their messages.
 
 Neither gloo nor a TCPStore authenticates, so anybody who can reach a port of a job can send any data to it. Every value
-that instep itself reads from there has a MAC (HMAC-SHA256), made with the secret, of the value and of the place where
-it belongs. A value that does not verify is not unpickled or used.
+that instep itself reads from a port has a MAC (HMAC-SHA256). The MAC is computed with the secret from the value and the
+place to which it belongs, such as a key in a store. A value that does not verify is not unpickled or used.
 
 | who starts the ranks                       | the secret                                                       |
 |--------------------------------------------|------------------------------------------------------------------|
