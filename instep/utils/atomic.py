@@ -27,7 +27,7 @@ def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # On a network file system the link may have been made although link() fails, if the first answer was lost.
+        # On a network file system, link() may fail although the link was made: the server's first answer was lost.
         return os.stat(temporary).st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -84,7 +84,7 @@ def creating(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         if not temporary.is_dir():
-            os.link(temporary, path)  # unlike a rename, it fails if the file exists
+            os.link(temporary, path)  # unlike a rename, os.link fails if the file exists
         elif path.exists():
             raise FileExistsError(errno.EEXIST, "it exists", str(path))
         else:
@@ -98,7 +98,7 @@ def creating(path: Path) -> Iterator[Path]:
 
 
 def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
-    """Create a file exclusively on a file system without hard links, where it is empty for a moment."""
+    """Create a file exclusively on a file system without hard links; the new file is empty for a moment."""
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)

@@ -81,7 +81,7 @@ class Check:
     choices: tuple[str, ...] = ()
 
     def __call__(self, name: str, value: Any) -> Any:
-        with suppress(ValueError, OverflowError):  # such as from an integer with too many digits
+        with suppress(ValueError, OverflowError):  # `holds` may raise one, as for an integer with too many digits
             if self.holds(value):
                 return self.resolve(value)
         raise one_of(name, value, self.choices) if self.choices else wrong(name, value, self.expected)
@@ -235,7 +235,7 @@ def parse_duration(field: str, value: Any, or_zero: bool = False) -> timedelta:
     Args:
         field: name of the argument, for the error message.
         value: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's keyword arguments.
-        or_zero: whether a duration of zero, also given as the number 0, is valid too.
+        or_zero: whether zero is a valid duration; it may also be given as the number 0.
 
     Raises:
         SettingError: the value has another form, or is not above zero.

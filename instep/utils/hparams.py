@@ -1,4 +1,4 @@
-"""`save_hyperparameters`: store the arguments of an object's `__init__`, which are read from the running frames."""
+"""`save_hyperparameters`: store the arguments of an object's `__init__`, which are read from Python's call stack."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def plain_values(value: Any) -> Any:
     """
     from instep.utils.named import Named, is_code, name_of  # imported late: not needed to import the Trainer
 
-    def as_key(key: Any) -> Any:  # a key must stay hashable, so a dataclass is not converted
+    def as_key(key: Any) -> Any:  # a dataclass stays as it is, since a dict cannot be a key
         return plain_values(key) if isinstance(key, tuple) or is_code(key) else key
 
     if isinstance(value, functools.partial) and is_code(value.func):
@@ -97,7 +97,7 @@ def plain_values(value: Any) -> Any:
 
 def as_container(value: Any) -> Any:
     """Convert a configuration object to a dict of its fields or a list of its items; return other values unchanged."""
-    omegaconf = sys.modules.get("omegaconf")  # not imported: then no value can be an object of OmegaConf
+    omegaconf = sys.modules.get("omegaconf")  # if OmegaConf is not imported, no value can be its object
     if omegaconf is not None and isinstance(value, omegaconf.Container):
         return omegaconf.OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Namespace):
@@ -108,7 +108,7 @@ def as_container(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if type(value).__module__.startswith(("pydantic.", "pydantic_core.")) and not hasattr(value, "get_secret_value"):
-        return sys.modules["pydantic_core"].to_jsonable_python(value)  # such as pydantic's URLs
+        return sys.modules["pydantic_core"].to_jsonable_python(value)  # for example a URL of pydantic
     return value
 
 
@@ -120,7 +120,7 @@ def _is_model(value: Any) -> bool:
 
 
 def with_attributes(value: Any) -> Any:
-    """Return a copy in which each dict is an `AttributeDict`, so that saved configurations allow attribute access.
+    """Return a copy of a value in which each dict is an `AttributeDict`, so that its items can be read as attributes.
 
     Example:
         >>> with_attributes({"net": {"width": 8}}).net.width
@@ -215,7 +215,7 @@ class HyperParameters:
         self._log_hyperparams = logger
         self.hparams.update(chosen)
         for name in ignored:
-            # The call in a base class, without this `ignore`, may have stored it already.
+            # A base class may have called this method without this `ignore`, and so have stored the argument.
             self.hparams.pop(name, None)
         self._hparams_initial = deepcopy(self.hparams)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from instep.errors import MissingPackageError
 
-_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # pip packages whose names differ from the module
+_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # names of pip packages that differ from the module's name
 # Matches one name in an indented import line, as ruff formats it.
 _ON_USE = re.compile(r"^    from (\S+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
 
@@ -166,7 +166,7 @@ def loads(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], l
             # `from package import submodule` first calls __getattr__ with the name of the submodule.
             if find_spec(f"{package}.{name}") is not None:
                 raise AttributeError(name)
-            from instep.utils.porting import no_such_name  # imported late: only for an error
+            from instep.utils.porting import no_such_name  # imported late: only an error needs it
 
             raise no_such_name(package, name)
         value = getattr(import_module(home[name]), name)

@@ -13,7 +13,7 @@ class Named:
     """A class or function in a checkpoint, stored by its name; or a `functools.partial` with its arguments.
 
     Args:
-        path: dotted name; in `<>` if no object can be found by it, such as a lambda.
+        path: dotted name; written as `<name>` if no object can be found by this name, as for a lambda.
         args: positional arguments of a partial; None for a class or function.
         keywords: keyword arguments of a partial.
     """
@@ -64,7 +64,7 @@ def _main_name() -> str:
 
 
 def name_of(code: Any) -> str:
-    """Return the dotted path of a class or function; in `<>` if `loaded` would not find the object by it."""
+    """Return the dotted path of a class or function; written as `<path>` if `loaded` cannot find the object by it."""
     home = getattr(code, "__module__", None) or "builtins"
     home = _main_name() if home in ("__main__", "__mp_main__") else home
     short = getattr(code, "__name__", code.__qualname__)

@@ -81,7 +81,7 @@ def names_of(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[Te
         A dict from parameters to names. A tied parameter has the first of its names.
     """
     inner: nn.Module | None = module
-    while inner is not None:  # for a compiled DDP, and for a DDP of a compiled module
+    while inner is not None:  # a loop, since a compiled DDP module has two wrappers
         module = inner
         key = "module" if isinstance(module, DataParallel | DistributedDataParallel) else "_orig_mod"
         inner = module._modules.get(key)
@@ -143,8 +143,8 @@ def load_optimizer_state(
         module: module with the optimizer's parameters.
         optimizer: a new optimizer of the same parameters.
         tree: the saved state; its tensors are used without copying.
-        strict: False: load what fits. A group gets the settings of the saved group that had all of its known
-            parameters, or keeps its own settings if there is no such group.
+        strict: False: load what fits. If exactly one saved group has parameters of a group, the group
+            gets the settings of that saved group; otherwise it keeps its own settings.
 
     Returns:
         Messages about what was not loaded; empty if `strict`.
@@ -230,7 +230,9 @@ def check_trees(trees: Any) -> None:
 
 
 def check_tree(tree: Mapping[str, Any]) -> None:
-    """Raise an error if a value is not a valid state tree, which torch would load and then fail in the next step.
+    """Raise an error if a value is not a valid state tree.
+
+    torch itself would load the value, and then fail in the next step.
 
     Raises:
         TypeError: a value in the tree has a wrong type; the message names the value.
@@ -271,8 +273,8 @@ def _shapes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, list
 
 
 def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any], follows: torch.dtype | None) -> None:
-    # Set state directly where torch's load_state_dict has changed it: it casts to the parameter's dtype (a float32
-    # moment of a bfloat16 weight), and splits strings into characters.
+    # torch's load_state_dict casts state to the parameter's dtype (such as a float32 moment of a bfloat16 weight), and
+    # splits strings into characters. So such values are set again here, without a change.
     for key, value in saved.items():
         if isinstance(value, str):
             loaded[key] = value
@@ -296,14 +298,15 @@ def _fitting(
 
 
 def _home_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the saved group that had these parameters; {} if they were in several groups or none."""
+    """Return the settings of the one saved group that has any of these parameters; {} if none or several have."""
     homes = [group for group in groups if not set(names).isdisjoint(group["params"])]
     return {key: value for key, value in homes[0].items() if key != "params"} if len(homes) == 1 else {}
 
 
 def _group_of(names: list[str], position: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
     wanted = set(names)
-    for group in [groups[position], *groups]:  # first the group at the same position: several may be empty
+    # Begin with the saved group at the same position, since several groups may have no parameters at all.
+    for group in [groups[position], *groups]:
         if set(group["params"]) == wanted:
             return group
     here: set[str] = next((set(group["params"]) for group in groups if wanted & set(group["params"])), set())

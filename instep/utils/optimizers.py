@@ -92,7 +92,7 @@ def note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) ->
 
 
 def rates_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the learning rates in an optimizer's groups, with those that schedulers store there, for `put_rates`."""
+    """Return a copy of the learning rates in an optimizer's groups, under all keys in `RATES`; for `put_rates`."""
     return [{key: _value(group[key]) for key in RATES if key in group} for group in optimizer.param_groups]
 
 
@@ -156,14 +156,14 @@ def _value(rate: Any) -> Any:
 def put_rate(into: Any, key: Any, value: Any) -> None:
     """Set a rate in a parameter group or a list; a tensor is changed in place."""
     current = into.get(key) if isinstance(into, dict) else into[key]
-    if isinstance(current, Tensor):  # the same tensor, since a CUDA graph may use it
+    if isinstance(current, Tensor):  # keep the same tensor, since a CUDA graph may use it
         current.fill_(value)
     else:
         into[key] = float(value)
 
 
 class OptimizerProxy:
-    """Base class of proxies for an optimizer: `isinstance(proxy, torch.optim.Adam)` is True as for the optimizer.
+    """Base class of proxies for an optimizer: `isinstance(proxy, torch.optim.Adam)` is True if the optimizer is one.
 
     Attributes are read from the optimizer. So schedulers accept the proxy, and code that reads `param_groups` works.
 

@@ -18,8 +18,8 @@ from instep.utils.untrusted_files import read_regular
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 50
-MAX_ITEMS = 4_000  # most items of a list or mapping, since parsers need quadratic time
-MAX_VALUES = 10_000  # most keys and values, where those repeated by aliases count each time
+MAX_ITEMS = 4_000  # largest number of items in one list or mapping; for more, parsers need too long (quadratic time)
+MAX_VALUES = 10_000  # largest number of keys and values in a text; values count again at each alias that repeats them
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _HOW_ELSE = "Keep large values in a file of their own, which the program reads"
 
@@ -85,7 +85,8 @@ def _check_size(text: str, where: object) -> None:
     if len(text) > MAX_BYTES:
         raise SettingError(f"{where} has more than {MAX_BYTES:,} characters. {_HOW_ELSE}.", field="config")
     sizes: dict[str, int] = {}  # number of values of each anchor
-    open_: list[list[Any]] = [["", 0, 0, MAX_ITEMS]]  # each entry: anchor, values so far, items so far, most items
+    # For each unfinished collection: anchor, number of values so far, number of items so far, limit for the items.
+    open_: list[list[Any]] = [["", 0, 0, MAX_ITEMS]]
     for event in yaml.parse(text, Loader=_base()):
         line = event.start_mark.line + 1
         tag = getattr(event, "tag", None)

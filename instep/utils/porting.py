@@ -82,7 +82,7 @@ _MOVED = {
 
 @cache
 def moved() -> dict[str, dict[str, str]]:
-    """Return instep's dotted names, by other package ("lightning", "fabric" or "accelerate") and the name in it.
+    """Return a dict for each of "lightning", "fabric" and "accelerate": instep's dotted names by the package's names.
 
     The packages in `_ROOMS` also have names that do not exist in the other package. Nobody looks these names up, so
     they do no harm; only `Precision` is left out, since Lightning's class of this name is something else, a plug-in.
@@ -351,7 +351,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "limit_all_gathers": "leave it out",
         "fsdp_version": "leave it out; it is FSDP2",
     },
-    "DeepSpeed's config": {  # keys that the Trainer sets, or that would change which data is read or which is saved
+    "DeepSpeed's config": {  # keys that the Trainer sets, or that would change what is read or saved
         "scheduler": "configure_optimizers returns the schedule; deepspeed.runtime.lr_schedules has DeepSpeed's",
         "train_batch_size": "the batch is the Trainer's: Trainer(global_batch_size=...) and the loader's batch_size",
         "amp": "choose Trainer(precision='bf16-mixed') or '16-mixed'",
@@ -362,7 +362,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "tensor_parallel": "MeshStrategy(tp=...) has tensor parallelism",
         "sequence_parallel_size": "MeshStrategy(tp=..., cp=...) has sequence and context parallelism",
     },
-    "QuantizationAwareTraining": {  # a class of Lightning 1 over torch.quantization
+    "QuantizationAwareTraining": {  # a callback of Lightning 1, which used torch.quantization
         "qconfig": "use config=...: torchao's configuration of the quantized model, which has its own default",
         "observer_type": "leave it out: torchao rounds weights and inputs in training as the quantized model does",
         "collect_quantization": "use start_epoch=...",
@@ -380,7 +380,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "monitor_interval": "nothing: the ranks are looked at ten times a second",
         "log_line_prefix_template": "log_dir and tee=True",
     },
-    "launch": {  # keyed by how a name begins
+    "launch": {  # each key is the beginning of an option's name
         "zero_stage": "use --strategy deepspeed_stage_2 (0 to 3)",
         "offload_": "use --strategy deepspeed_stage_3 --strategy-options offload_optimizer=cpu,offload_parameters=cpu",
         "deepspeed_config": "use --strategy deepspeed --strategy-options config=FILE",
@@ -601,8 +601,9 @@ def successor(name: str) -> str | None:
     root, _, rest = name.partition(".")
     parents, _, leaf = rest.rpartition(".")
     if leaf == "ModelSummary" and parents.startswith("utilities"):
-        leaf = "summarize"  # instep has a function in place of this class, and a callback of the same name
-    return None if parents != parents.lower() else moved().get(root, {}).get(leaf)  # None for attributes of classes
+        leaf = "summarize"  # this class is a function in instep, whose ModelSummary is a callback
+    # A capital in `parents` means that the name is an attribute of a class, which no table has.
+    return None if parents != parents.lower() else moved().get(root, {}).get(leaf)
 
 
 def advice(name: str) -> str:
@@ -627,7 +628,7 @@ def hint_of_object(value: Any) -> str:
     """Return what to write in place of an object or class of Lightning or Accelerate; "" for any other object.
 
     Args:
-        value: the object or class that was passed. Subclasses that a user derived from their classes count too.
+        value: the object or class that was passed. A user's subclass of one of their classes counts too.
     """
     kind = value if isinstance(value, type) else type(value)
     for base in kind.__mro__:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _PATTERN = re.compile(r"(?P<host>.+)-(?P<pid>[0-9]{1,9})-(?P<life>[0-9a-f]{8})")
 
-_UNKNOWN = "00000000"  # boot id of a system that has no /proc or hides other users' processes
+_UNKNOWN = "00000000"  # digest if the start time of a process cannot be read: no /proc, or it hides the process
 
 
 def this_process() -> str:

@@ -180,7 +180,7 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) -> dict[str, Any]:
-    """Return the arguments of a class, with objects built from those that were saved as plain values or names.
+    """Return the arguments of a class, in which objects replace the plain values and names that were saved for them.
 
     Args:
         cls: the class. The annotations of its arguments say what is built: dataclasses and Namespaces. Objects of other
@@ -208,7 +208,7 @@ def _is_not_in_json(hint: Any) -> bool:
 
 
 def _was_object(value: Any, hint: Any) -> bool:
-    """Return True if a value may be the saved form of an object, by the type of its argument."""
+    """Return True if the type of an argument allows that its value is the saved form of an object."""
     kinds = [kind for kind in _within(hint, {}) if _is_class(kind)]
     was_one = _is_of_package if isinstance(value, str) else _is_saved_as_plain  # the string may be a URL of pydantic
     return isinstance(value, str | dict | list | tuple) and any(map(was_one, kinds))
@@ -361,7 +361,7 @@ def _code_in(value: Any) -> Iterator[Any]:
             yield from _code_in(inner)
 
 
-# ---- values by the types of arguments
+# ---- building of values as the types of the arguments require
 
 
 class Unfit(ValueError):
@@ -410,7 +410,7 @@ class Building:
         """
         hint, origin = _bare(hint)
         if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
-            # also checked if the value stays a mapping, since the module may build an object from it
+            # Checked even if the value stays a mapping, since the module may build an object from the mapping.
             _allowed_class(value["class_path"], key)
         if origin in (Union, UnionType):
             return self.one_of(value, get_args(hint), key, owner)
@@ -522,7 +522,7 @@ class Building:
             return self.text(_same(isinstance(value, str), value))
         if issubclass(kind, Enum):
             found = [member for name, member in kind.__members__.items() if value in (name, member.value)]
-            # the value must not be the name of one member and the value of another
+            # refuse a text or number that is the name of one member and the value of another member
             _same(bool(found) and all(member is found[0] for member in found), value)
             return found[0]
         try:
@@ -560,7 +560,7 @@ def _is_class(kind: Any) -> TypeGuard[type]:
 
 
 def _bare(hint: Any) -> tuple[Any, Any]:
-    """Return a type without `Annotated` or an alias, and its origin; a type that has no origin is its own."""
+    """Return a type without `Annotated` or an alias, and its origin; a type without an origin is its own origin."""
     while True:
         if get_origin(hint) is Annotated:
             hint = get_args(hint)[0]

@@ -39,8 +39,8 @@ def hide_arguments(words: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ..
     """Return the words of a command line with "***" in place of secrets.
 
     Hidden are the values of options whose name looks secret (`--api-key VALUE`, `--wandb.token=VALUE`,
-    `password=VALUE`), such values inside JSON and URLs, and words that look like a key that a service has issued.
-    Short numbers are shown.
+    `password=VALUE`), values under such names inside JSON and URLs, and words that look like a key that a service has
+    issued. Short numbers are shown.
 
     Args:
         words: the words of the command line.

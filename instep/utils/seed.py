@@ -23,7 +23,7 @@ _TORCH_HEAD = struct.Struct("<QiiQ")
 
 
 def check_python(state: Any) -> None:
-    """Raise ValueError if a value is not a state of `random.Random`: version, words followed by the position, gauss."""
+    """Raise ValueError if a value is not a state of `random.Random`: [version, [*words, position], gauss]."""
     version, words, gauss = _parts(state, 3, "the state of python's generator")
     _number(version, "the version of python's generator", 3, 3)
     *words, position = _parts(words, _WORDS + 1, "the words of python's generator")
@@ -44,7 +44,7 @@ def check_numpy(state: Any) -> None:
 
 
 def check_bit_generator(state: Any) -> None:
-    """Raise ValueError for a value that is no state of a bit generator of numpy, or of a RandomState over one."""
+    """Raise ValueError if a value is not a state of a bit generator of numpy, or of a RandomState that uses one."""
     name = _of(state, "bit_generator")
     inner = _of(state, "state")
     if name == "MT19937":
@@ -197,9 +197,9 @@ def rng_state() -> dict[str, Any]:
     """Return the state of every random generator of this process, as tensors and JSON values.
 
     Returns:
-        Entries `python` (a list), `numpy` (a list; only if numpy is imported) and `torch` (a uint8 tensor). Where the
-        devices are used: `cuda` and `xpu` (a uint8 tensor for each device), `mps` (a uint8 tensor), and one integer for
-        each generator of `add_generator`.
+        Entries `python` (a list), `numpy` (a list; only if numpy is imported) and `torch` (a uint8 tensor). For
+        devices in use: `cuda` and `xpu` (a uint8 tensor for each device), and `mps` (a uint8 tensor). Each generator of
+        `add_generator` has an entry with an integer.
     """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}

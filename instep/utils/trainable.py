@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LOOKED_AT = 100  # number of items of a container that are searched
+_LOOKED_AT = 100  # largest number of items of a container that are searched
 _NAMED = 3
 
 

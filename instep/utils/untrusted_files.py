@@ -15,8 +15,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-LEASE_BYTES = 2**16  # limit for a lease, a status or a name, which usually have about one kilobyte
-# limit for a manifest or an index; an entry has about 100 bytes, so there is room for several 100,000 files or tensors
+LEASE_BYTES = 2**16  # limit for a file with a lease, a status or a name, which usually has about one kilobyte
+# limit for a manifest or index file; an entry has about 100 bytes, so several 100,000 files or tensors have room
 INDEX_BYTES = 64 * 2**20
 STATE_BYTES = 2**30  # limit for the JSON part of a saved state; large values are tensors, which are saved elsewhere
 

@@ -29,7 +29,7 @@ def warn_user(message: str | Warning, category: type[Warning] | None = None) -> 
         level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` does not count frames of imports
         frame = frame.f_back
     if isinstance(message, str) and not message.isprintable():
-        from instep.utils.untrusted_files import clean  # imported late: few warnings have such characters
+        from instep.utils.untrusted_files import clean  # imported late: few warnings have unprintable characters
 
         message = clean(message)
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
