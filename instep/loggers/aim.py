@@ -23,9 +23,9 @@ _SUBSETS = {"subset": {"train": "train_", "val": "val_", "test": "test_"}}
 class AimLogger(Logger):
     """Write a run into an Aim repository; `aim up --repo <repo>` shows it.
 
-    Each value is written immediately, under its name and step. If a resumed run logs a value again, it replaces the
-    first one, so every step occurs once. `state_dict` holds the hash of the Aim run, so that a resumed run continues
-    the same Aim run.
+    Each value is written immediately, under its name and step. If a resumed run logs a value again, Aim replaces
+    the first value, so every step occurs once. `state_dict` holds the hash of the Aim run, so that a resumed run
+    continues the same Aim run.
 
     Args:
         repo: folder of the repository, or `aim://host:port`. None: `save_dir`, else the repository that Aim finds in

@@ -48,7 +48,7 @@ class AppendedFile:
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """Lock the file for a `with` block; yield whether another logger has changed it since the last block."""
+        """Lock the file for a `with` block; yield True if another logger has changed it since the last call."""
         self._take_turn(True)
         try:
             while not self._is_at_path():  # another logger has put a new file at the path

@@ -22,17 +22,17 @@ from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import INDEX_BYTES, clean, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
-QUEUE_RECORDS = 2_000  # most records in memory; moving more to the file at once would delay a step by ms
+QUEUE_RECORDS = 2_000  # largest number of records in memory; to move more to the file takes several milliseconds
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20
-_LOST_BYTES = 16 * _QUEUE_BYTES  # most bytes in memory while the disk is full
+_LOST_BYTES = 16 * _QUEUE_BYTES  # limit for the records in memory while the disk is full
 _DISK_PAUSE_S = 5.0  # seconds between attempts on a full disk, since each attempt writes the whole queue
 _MOST_LINE_BYTES = 512 * 2**20
 _READ_BYTES = 2**20  # bytes to read at a time; `append` waits during a read
 _HOOKS = ("_log_", "_after_save_checkpoint")
 _WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
 _MARK = b', "'  # text before the user's mark, which is the last item of a line
-_ENCODER = json.JSONEncoder(default=str)  # `json.dumps` would make a new encoder for each line
+_ENCODER = json.JSONEncoder(default=str)  # one for all lines, since `json.dumps` would make one for each line
 
 
 class Record(NamedTuple):
@@ -193,7 +193,7 @@ class Backlog:
             return found or list(islice(self._memory, most))
 
     def few(self) -> tuple[Record, Record] | None:
-        """Return the first and the last record if all are in memory and there are fewer than a batch; else None."""
+        """Return the first and the last record if all records are in memory and do not fill a batch; else None."""
         with self._lock:
             few = not self._in_file and 0 < len(self._memory) < BATCH
             return (self._memory[0], self._memory[-1]) if few else None
@@ -203,7 +203,7 @@ class Backlog:
 
         Args:
             number: number of records to remove, of those that the last `peek` returned.
-            place: number of rows in the logger's output file now; None if it does not count them.
+            place: number of rows in the logger's output file now; None if they are not counted.
         """
         with self._lock:
             self.place = place
@@ -231,7 +231,7 @@ class Backlog:
 
         Args:
             keep: function that returns True for a record that must still be sent.
-            place: number of rows in the logger's output file; None if it does not count them.
+            place: number of rows in the logger's output file; None if they are not counted.
 
         Returns:
             The number of records that were put in front.
@@ -247,7 +247,7 @@ class Backlog:
                 left = self._offset if is_ours else os.fstat(source.fileno()).st_size
                 while line := source.readline(min(left, _MOST_LINE_BYTES)):
                     left -= len(line)
-                    with suppress(ValueError):  # half a line, if a process was killed while writing it
+                    with suppress(ValueError):  # an incomplete line, if a process was killed while writing it
                         record, own = Record.of_line(line), is_own(line, self.seal)
                         if not keep(record):
                             continue
@@ -272,7 +272,7 @@ class Backlog:
         return self.find_seal()
 
     def refuse(self, record: Record, seal: Seal | None = None) -> None:
-        """Write a record to the file of refused records, which the tracker does not accept."""
+        """Write a record that the tracker does not accept to the file of refused records."""
         self.refused += 1
         with open(self.refused_path, "ab", opener=_private) as file:
             file.write(record._replace(row=None).line(seal))
@@ -291,8 +291,8 @@ class Backlog:
                     self.path.unlink(missing_ok=True)
                     if self.note is not None:
                         self.note.unlink(missing_ok=True)
-                        self.path.parent.rmdir()  # raises, as intended, if the folder has other files
-                _lock_file(self._file.fileno(), False)  # else a forked process would keep the lock
+                        self.path.parent.rmdir()  # fails if the folder has other files, which must stay
+                _lock_file(self._file.fileno(), False)  # a forked process may still have the file open
                 self._file.close()
                 self._file = None
 
@@ -307,7 +307,7 @@ class Backlog:
         return self._file
 
     def _is_ours(self, file: BinaryIO) -> bool:
-        """Return whether nobody else has written to the file, such as the thread of an earlier, hanging logger."""
+        """Return False if somebody else has written to the file, such as the thread of an earlier logger that hangs."""
         return os.fstat(file.fileno()).st_size == self._end
 
     def _numbered(self, record: Record) -> Record:

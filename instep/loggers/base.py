@@ -75,7 +75,8 @@ class Logger:
     it is resumed, or has another `default_root_dir`), the logger warns, and earlier files stay where they are.
 
     Args:
-        save_dir: folder for the folders of runs; the first logger that has one decides. None: use the run folder.
+        save_dir: parent folder of the run folders; the first logger with a `save_dir` chooses the run folder. None:
+            write into the run folder.
         name: name of the run; with `save_dir`, also a folder below `save_dir`.
         version: an int N for the folder `version_N`, or the folder's name; used only with `save_dir`.
         prefix: text to put before every name, joined by "-".
@@ -85,7 +86,7 @@ class Logger:
             one at the end of fit, or the last one if no metric is monitored.
         save_code: whether to record the git commit, uncommitted changes, and the script's path.
         per_rank: whether every rank writes, into a folder `rank-<n>` or a run of its own.
-        flush_timeout_s: most seconds that the end of the run waits for the tracker.
+        flush_timeout_s: longest wait for the tracker at the end of the run, in seconds.
 
     Raises:
         SettingError: `save_dir` is a URL, or another argument is wrong.
@@ -246,7 +247,7 @@ class Logger:
 
     @property
     def version(self) -> int | str | None:
-        """The run's version or id. Before a run: the given or the next free version with a `save_dir`, else None."""
+        """The run's version or id. Before a run: the given version, or the next free one in `save_dir`, or None."""
         version, base = self.delivery.version, self.runs_dir
         if version is None and base is not None and self.delivery.run_dir is None:
             return next_version(base)
@@ -260,7 +261,7 @@ class Logger:
 
     @property
     def log_dir(self) -> str | None:
-        """The folder that this logger writes into. Before a run: that of `version` with a `save_dir`, else None."""
+        """The folder that this logger writes into. Before a run: the folder of `version` in `save_dir`, or None."""
         folder = self.delivery.log_dir
         if folder is None and self.delivery.run_dir is None and self.runs_dir is not None and self.version is not None:
             folder = self.runs_dir / folder_name(self.version) / (self._sub_dir or "")
@@ -293,8 +294,9 @@ class Logger:
         """Record metrics.
 
         Args:
-            metrics: numbers by name. A 0-dim tensor is converted to a number, which waits for its device. Each entry of
-                a nested dict is a metric whose name is the outer and the inner name, joined by "/".
+            metrics: numbers by name. A 0-dim tensor is converted to a number, so the call waits for the tensor's
+                device. Each entry of a nested dict is a metric whose name is the outer and the inner name, joined by
+                "/".
             step: the global step, in optimizer steps. None: the last logged step plus one.
 
         Raises:
@@ -421,7 +423,7 @@ class Logger:
         self.log("figure", {key: figure}, step, close=close)
 
     def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
-        """Record a histogram of the finite values of a tensor or array, or a pair of bin counts and bin edges."""
+        """Record a histogram: of the finite values of a tensor or array, or given as a pair of bin counts and edges."""
         self.log("histogram", {key: values}, step, bins=bins)
 
     def log_table(
@@ -553,7 +555,7 @@ class Logger:
         return self.delivery.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next start continue the logs of the run of this state; an open logger is closed first.
+        """Make the next start continue the logs of the run that returned this state; close an open logger first.
 
         Args:
             state_dict: result of `state_dict`, with the step of the checkpoint added as `global_step`. Values that were
@@ -632,16 +634,17 @@ class Logger:
     def _delivered(self) -> Mapping[str, int] | None:
         """Return the last step that the tracker has for each metric; None if this cannot be found out.
 
-        Called after `_start` in a resumed run, and after a failure if the logger's class has `_LOCAL = False`.
+        Called only if the x-axis is "step": after `_start` in a resumed run and, if the logger's class has
+        `_LOCAL = False`, after a failed call of a hook.
         """
         return None
 
     def _sent_name(self, name: str) -> str:
-        """Convert a metric's name to a name that the tracker allows; must depend on the name only."""
+        """Convert a metric's name to a name that the tracker allows; the result may depend on nothing else."""
         return name
 
     def _experiment(self) -> Any:
-        """Return the object for the property `experiment`: `_tracker`, or the logger itself without one."""
+        """Return the object for the property `experiment`: `_tracker`, or the logger itself if that is None."""
         return self if self._tracker is None else self._tracker
 
 

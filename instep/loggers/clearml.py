@@ -67,7 +67,7 @@ class ClearMLLogger(Logger):
         self._ours = self._tracker is None
         if not self._ours:
             return
-        # ClearML's setting `sdk.development.report_use_subprocess: false` does the same
+        # Report from a thread; ClearML's setting `sdk.development.report_use_subprocess: false` has the same effect.
         Task._report_subprocess_enabled = False
         if self._offline is not None:
             Task.set_offline(self._offline)
@@ -75,7 +75,7 @@ class ClearMLLogger(Logger):
             self.delivery.version = self.version or f"offline-{uuid4().hex}"
             folder = (self._save_dir or self.delivery.folder).absolute() / "clearml" / str(self.version)
             given = {_CACHE: os.environ[_CACHE]} if _CACHE in os.environ else {}
-            os.environ[_CACHE] = str(folder)  # ClearML has no other setting for this folder
+            os.environ[_CACHE] = str(folder)  # the only way to choose ClearML's folder
             try:
                 self._tracker = Task.init(self._project_name, self._name, **self._given)
                 self._tracker.get_offline_mode_folder()  # from this call on, ClearML uses this folder
@@ -85,7 +85,7 @@ class ClearMLLogger(Logger):
             return
         again = {} if self.version is None else {"continue_last_task": self.version}
         self._tracker = Task.init(self._project_name, self._name, **{**self._given, **again})
-        self._tracker.set_initial_iteration(0)  # otherwise ClearML adds an offset to steps
+        self._tracker.set_initial_iteration(0)  # without this call ClearML adds an offset to steps
         self.delivery.version = self._tracker.id
 
     def _delivered(self) -> dict[str, int]:
@@ -103,7 +103,7 @@ class ClearMLLogger(Logger):
             return
         for file in self._tracker.get_offline_mode_folder().parent.glob("offline-*/metrics.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError):  # half a line, if the machine crashed
+                with suppress(ValueError):  # an incomplete line, after a crash of the machine
                     scalars = [event for event in json.loads(line) if event["type"] == "training_stats_scalar"]
                     yield from ((event["metric"], event["variant"], event["iter"]) for event in scalars)
 

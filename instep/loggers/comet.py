@@ -102,8 +102,9 @@ class CometLogger(Logger):
         left = list(records.glob("*/messages.json"))
         texts = {b"", *(messages.read_bytes() for messages in left)}
         for archive in self._archives.glob(f"{key}*.zip"):
+            # Remove an archive that is incomplete, or has the same records as a folder that is archived below.
             if _messages(archive) in texts:
-                archive.unlink()  # empty, or it has the same records: both are archived again below
+                archive.unlink()
         for messages in left:
             record, time_ms = str(messages.parent), int(messages.stat().st_mtime * 1000)
             about = (self._workspace, self._project, time_ms, time_ms, [], "get_or_create", False, None, True, True)
@@ -114,7 +115,8 @@ class CometLogger(Logger):
         # Comet writes into Python's temporary folder, and has no setting for another one.
         elsewhere, tempfile.tempdir = tempfile.tempdir, str(records)
         drawn = random.getstate()
-        # Comet draws the archive's name at random: with the run's seed, a resumed run would overwrite the archive.
+        # Comet draws the archive's name from `random`. With the first run's seed, a resumed run would draw the same
+        # name, and overwrite the first archive.
         random.seed()
         try:
             yield
@@ -125,10 +127,10 @@ class CometLogger(Logger):
     def _delivered(self) -> dict[str, int] | None:
         last: dict[str, int] = {}
         if not hasattr(self._tracker, "offline_directory"):
-            return None  # online this is unknown: Comet's service shows values with a delay
+            return None  # online the last steps are unknown, since Comet's service shows values with a delay
         for archive in self._archives.glob(f"{self.version}*.zip"):
             for line in _messages(archive).splitlines():
-                with suppress(ValueError):  # half a line, if the machine crashed
+                with suppress(ValueError):  # an incomplete line, after a crash of the machine
                     metric = json.loads(line)["payload"].get("metric") or {}
                     if metric.get("step") is not None:
                         last[metric["metricName"]] = max(metric["step"], last.get(metric["metricName"], -1))

@@ -23,9 +23,11 @@ class CSVLogger(RowFileLogger):
     steps again.
 
     Args:
-        save_dir: folder for the folders of runs; the first logger that has one decides. None: use the run folder.
+        save_dir: parent folder of the run folders; the first logger with a `save_dir` chooses the run folder. None:
+            write into the run folder.
         name: name of a folder below `save_dir`; used only with `save_dir`.
-        version: number or name of the run's folder below that; used only with `save_dir`. None: the next free number.
+        version: number or name of the run's folder in `<save_dir>/<name>`; used only with `save_dir`. None: the next
+            free number.
         prefix: text to put before every metric's name, joined by "-".
         flush_logs_every_n_steps: steps after which waiting rows are written to the file. They are also written when
             there are 500 of them, at a checkpoint and at the end of the run.

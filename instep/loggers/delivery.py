@@ -45,7 +45,7 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)  # once: fork handlers cannot be removed
+    os.register_at_fork(after_in_child=_close_in_child)  # registered only once, since fork handlers cannot be removed
 
 
 @dataclass(frozen=True)
@@ -357,12 +357,12 @@ class Delivery:
             self.logged.update(dict.fromkeys(record.names(), record.step))
 
     def ask(self, function: Callable[[], Any], after_all: bool = True) -> Any:
-        """Run a function in the sender thread and return its result; open the logger if needed. None if not possible.
+        """Run a function in the sender thread, and return its result; None if it could not run or has failed.
 
         Args:
-            function: function without arguments.
-            after_all: whether to wait until all earlier records are sent. Then an error of the function becomes a
-                warning.
+            function: function without arguments. The logger is opened first if it is closed.
+            after_all: whether to wait until all earlier records are sent. In this case an error of the function becomes
+                a warning.
         """
         if not self.open() or self.sender is None:
             return None
@@ -386,7 +386,7 @@ class Delivery:
         return max(self.last_step, 0)
 
     def place(self, metrics: Mapping[str, float], step: int) -> int:
-        """Return the x-axis position of these metrics; without the axis metric, that of the last record."""
+        """Return the metrics' x-axis position; if they lack the metric of the x-axis, the last record's position."""
         axis = self.writer.x_axis
         if axis == "step":
             return step
@@ -417,7 +417,7 @@ class Delivery:
         """Send the waiting records and close the logger; a second call does nothing."""
         if self._waiting:
             self.open()
-        sender, self.sender = self.sender, None  # cleared first, so that even an error leaves it closed
+        sender, self.sender = self.sender, None  # cleared first, so that after an error the logger is closed too
         atexit.unregister(self._finalize)
         if sender is not None:
             self.status = status
@@ -620,7 +620,7 @@ class Marks:
         return before is None or step is None or all(step <= before.get(name, -1) for name in record.names())
 
     def doubt(self, has: Mapping[str, int], number: int) -> None:
-        """Set which steps the tracker has after a failure, which may have sent some of the first `number` records."""
+        """Set which steps the tracker has after a failed call that may have sent some of the first `number` records."""
         self._has, self._left_over = {**self._has, **has}, max(self._left_over, number)
 
     def missing(self, records: list[Record]) -> list[Record]:

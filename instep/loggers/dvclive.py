@@ -33,7 +33,7 @@ class DVCLiveLogger(Logger):
         exp_name: the same as `run_name`.
         exp_message: message of the DVC experiment.
         monitor_system: whether to record CPU, GPU, memory and disk.
-        save_dir: folder for the folders of runs; see `Logger`.
+        save_dir: parent folder of the run folders; see `Logger`.
         name: name of the DVC experiment.
         version: number or name of the run's folder in `save_dir`.
         **options: further arguments of `Logger`.
@@ -124,7 +124,7 @@ class DVCLiveLogger(Logger):
         self._tracker.log_plot(name, points, x="from", y="count", title=f"{name} at step {step}")
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        copy = Path(self._tracker.artifacts_dir) / artifact.name  # needed without a DVC repository
+        copy = Path(self._tracker.artifacts_dir) / artifact.name  # a copy, also for runs without a DVC repository
         copy.parent.mkdir(parents=True, exist_ok=True)
         if artifact.path.is_dir():
             shutil.copytree(artifact.path, copy, dirs_exist_ok=True)

@@ -44,13 +44,14 @@ def choose_place(
     Args:
         asked: folder that the user asked for by a logger's `version`; None if the user did not.
         opened: folder that a logger opened before the run; the run uses it.
-        run: if the choice is for a logger: the folder of its run, which it uses unless `asked` is another one.
+        run: for a logger: the run folder, into which the logger writes unless `asked` names another folder.
         goes_on: folder of the run that is resumed or evaluated.
         is_free: whether the folder `asked` has no files of another run.
         next_number: number of the next folder `version_<n>`.
 
     Returns:
-        The first of these that is not None: `opened`, `run`, `goes_on`, `asked` if it is free; else the next number.
+        The first folder that is not None: `opened`, `run` (unless `asked` is another folder), `goes_on`, or `asked` (if
+        it is free). If all are None, `version_<next_number>`.
 
     Example:
         >>> choose_place("best", is_free=False, next_number=3)
@@ -68,7 +69,7 @@ def choose_place(
 
 
 def name_in(base: Path, folder: Path | None, asked: str | None = None) -> str | None:
-    """Return the name of a run folder relative to `base`, if it is `asked` or directly in `base`; else None."""
+    """Return a run folder's path relative to `base`, if the folder is `base/asked` or directly in `base`; else None."""
     if folder is None:
         return None
     folder, base = folder.absolute(), base.absolute()

@@ -28,9 +28,11 @@ class JSONLinesLogger(RowFileLogger):
     steps again.
 
     Args:
-        save_dir: folder for the folders of runs; the first logger that has one decides. None: use the run folder.
+        save_dir: parent folder of the run folders; the first logger with a `save_dir` chooses the run folder. None:
+            write into the run folder.
         name: name of a folder below `save_dir`; used only with `save_dir`.
-        version: number or name of the run's folder below that; used only with `save_dir`. None: the next free number.
+        version: number or name of the run's folder in `<save_dir>/<name>`; used only with `save_dir`. None: the next
+            free number.
         **options: further arguments of `Logger`, such as `prefix` and `x_axis`.
 
     Example:

@@ -254,7 +254,7 @@ def to_figure(name: str, figure: Any, close: bool = True) -> Image:
 
 
 def code_state(folder: Path | None = None) -> Code:
-    """Return the git commit, uncommitted changes and the script's path; only the path without a git repository."""
+    """Return the git commit, uncommitted changes and the script's path; outside of a git repository, only the path."""
 
     def git(*command: str) -> str | None:
         with suppress(OSError, subprocess.SubprocessError):
@@ -321,7 +321,7 @@ def _each(make: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Return a function that calls `make` for one value or for each of several, and returns a list."""
 
     def make_each(name: str, values: Any, **options: Any) -> list[Any]:
-        batch = make is to_image and getattr(values, "ndim", 0) == 4  # a batch, as users of Accelerate log pictures
+        batch = make is to_image and getattr(values, "ndim", 0) == 4  # a batch of pictures, as in Accelerate
         values = list(values) if batch or isinstance(values, list | tuple) else [values]
         known = [option for option in inspect.signature(make).parameters if option not in ("name", "value")]
         for option, given in options.items():

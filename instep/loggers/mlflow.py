@@ -166,7 +166,7 @@ class MLFlowLogger(Logger):
             self._experiment_id = client.create_experiment(self._experiment_name, self._artifact_location)
         else:
             self._experiment_id = experiment.experiment_id
-        # Do not tell a server that another user chose who runs which program here.
+        # If another user chose the server, do not send it the tags about who runs which program here.
         tags = self._tags if self.delivery.is_strangers else context.resolve_tags(self._tags)
         run = client.create_run(self._experiment_id, tags=tags, run_name=self._name)
         self._check_place(run.info.artifact_uri)

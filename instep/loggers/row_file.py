@@ -22,7 +22,7 @@ class RowFile(OutputFile, ABC):
 
     def __init__(self) -> None:
         self.rows = 0
-        # Which rows were in the file at the start: their number up to the checkpoint, and the indices of later rows.
+        # Rows of the file at the start: the number of rows up to the checkpoint, and the indices of later rows.
         self._had: tuple[int, frozenset[int]] = 0, frozenset()
 
     @abstractmethod
@@ -61,7 +61,7 @@ class RowFile(OutputFile, ABC):
         # Accept only a regular file, since any program may have put something else at this path.
         with open_regular(path) as file:
             content = file.readall()
-        whole = content[: content.rfind(b"\n") + 1]  # without half a row that a killed process left
+        whole = content[: content.rfind(b"\n") + 1]  # without an incomplete row that a killed process left
         rows = self.parse(whole)
         front = len(rows) if keep is None else keep
         keys = {i: self.key(row) for i, row in enumerate(rows) if i >= front}

@@ -148,7 +148,7 @@ class JSONLinesFile(LogFile):
 
 
 def _number(value: Any) -> float | None:
-    """Convert a JSON value to a float; None if it is no number. Texts such as "NaN" count: JSON has no such numbers."""
+    """Convert a JSON value to a float; None if it is no number. "NaN" and "Infinity" are strings in JSON."""
     if type(value) is float:
         return value
     if type(value) is int:
@@ -249,7 +249,7 @@ class WandbFile(LogFile):
                 _, length, kind = struct.unpack("<IHB", head)
                 if not kind and not length:  # padding up to the end of the block
                     if self._offset <= at - _BLOCK:
-                        return  # two empty blocks: a sparse file may have billions of them
+                        return  # stop at the second empty block: a sparse file may have billions of them
                     at += left
                     buffered.seek(at)
                     continue

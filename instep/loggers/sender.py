@@ -106,9 +106,9 @@ class Sender:
 
         Args:
             function: function without arguments.
-            timeout_s: most seconds to wait.
+            timeout_s: longest time to wait, in seconds.
             after_all: whether to run it only after an attempt to send all records that wait now.
-            early: with `after_all`, whether to send records too that would still wait to fill a batch.
+            early: with `after_all`, whether to send also the records that would otherwise wait to fill a batch.
 
         Raises:
             TimeoutError: the function did not end within `timeout_s`.
@@ -129,8 +129,8 @@ class Sender:
         """Send the records that are due, and write those that could not be sent to the disk.
 
         Args:
-            timeout_s: most seconds to wait.
-            early: whether to send records too that would still wait to fill a batch.
+            timeout_s: longest time to wait, in seconds.
+            early: whether to send also the records that would otherwise wait to fill a batch.
 
         Returns:
             True if all records that were due have been sent.
@@ -148,7 +148,7 @@ class Sender:
 
         Args:
             finalize: function that closes the tracker.
-            timeout_s: most seconds for all of this.
+            timeout_s: longest time for all of this, in seconds.
         """
         end_s = time.monotonic() + timeout_s
 
@@ -168,7 +168,7 @@ class Sender:
         self._end()
         self.thread.join(max(0.1, end_s - time.monotonic()))
         if self.thread.is_alive():
-            self._books.writer.file.stop()  # a late write would make the warning's number wrong
+            self._books.writer.file.stop()  # no late writes: the warning below counts the unsent records
         self.backlog.spill()
         self._warn_of_rest()
         if self.thread.is_alive():
@@ -237,7 +237,7 @@ class Sender:
                 self.backlog.drop(written, self._books.writer.file.row_count())
                 left -= written
                 self._failures, self._singly = 0, max(0, self._singly - written)
-                if time.monotonic() > self._noted_s + _PERIOD_S:  # done also while new records keep coming
+                if time.monotonic() > self._noted_s + _PERIOD_S:  # from time to time, even if new records keep coming
                     self._rest()
                 self._run_tasks(())
             self.error = None
@@ -286,7 +286,7 @@ class Sender:
         names = clean(", ".join(record.names()) or record.hook)
         self._warn(f"{self._name} refuses {names}: {in_short(self.error)}")
         try:
-            # Without a step, since a later record of the metric was sent, and a smaller step would be skipped.
+            # Store it without a step: the next record was sent, so the tracker would skip this record's smaller step.
             self.backlog.refuse(record._replace(step=None), self.backlog.seal)
         except OSError:
             self.backlog.lost += 1

@@ -1,4 +1,4 @@
-"""Send the records that wait in a run folder since trackers did not accept them: the command `instep runs sync`."""
+"""Send the records that wait in a run folder because trackers did not accept them: the command `instep runs sync`."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None 
 
     Args:
         run: the run folder.
-        timeout_s: most seconds for each logger.
-        ask: function that is called before records are sent that another user may have written. It gets a text that
-            says what would be sent where, and raises an error to refuse. None: such records are not sent.
+        timeout_s: longest time for each logger, in seconds.
+        ask: function that is called before sending records that another user may have written. It gets a text that says
+            what would be sent where, and raises an error to refuse. None: these records are not sent.
 
     Yields:
         The result for each logger.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from instep.loggers.kinds import Audio, Histogram, Image, Table, Video
 
-_NUMBERS = count()  # numbers in file names, since two files of one second have the same time
+_NUMBERS = count()  # one for each file name, since files made in the same second have the same time
 
 
 class TensorBoardLogger(Logger):
@@ -39,15 +39,18 @@ class TensorBoardLogger(Logger):
     points that were logged after the checkpoint.
 
     Args:
-        save_dir: folder for the folders of runs; the first logger that has one decides. None: use the run folder.
+        save_dir: parent folder of the run folders; the first logger with a `save_dir` chooses the run folder. None:
+            write into the run folder.
         name: name of a folder below `save_dir`; used only with `save_dir`.
-        version: number or name of the run's folder below that; used only with `save_dir`. None: the next free number.
+        version: number or name of the run's folder in `<save_dir>/<name>`; used only with `save_dir`. None: the next
+            free number.
         log_graph: draw the model's graph at the start of fit, with its `example_input_array`.
         default_hp_metric: if hyperparameters are logged without a metric, write the metric `hp_metric` with the value
             -1, so that the HParams tab has a column for it; `self.log("hp_metric", value)` sets it.
         prefix: text to put before every metric's name, joined by "-".
         sub_dir: name of a folder below the run's folder.
-        flush_s: most seconds until events are written to the disk; 500 waiting rows of metrics are written immediately.
+        flush_s: longest time until events are written to the disk, in seconds; 500 waiting rows of metrics are written
+            immediately.
         **options: further arguments of `Logger`, such as `x_axis`.
 
     Raises:

@@ -38,7 +38,7 @@ def is_signed(note: Mapping[str, Any]) -> bool:
 
 
 def seal_of(path: Path) -> Seal:
-    """Return the object that marks records as written by this user; its id is that of the note file, if it is trusted.
+    """Return the object that marks records as written by this user, with the id in the note file if it is trusted.
 
     Args:
         path: path of the note file, a JSON file that describes the logger.

@@ -150,7 +150,7 @@ class WandbLogger(Logger):
         return {**super().state_dict(), "project": self._project}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next start continue the W&B run of this state, unless the logger was constructed with another id."""
+        """Make the next start continue the W&B run in this state, unless the logger was constructed with another id."""
         if self._tracker is not None:
             self._config = dict(self._tracker.config)
         super().load_state_dict(state_dict)
@@ -223,7 +223,7 @@ class WandbLogger(Logger):
         given = dict(self._init_kwargs)
         settings.update(given.pop("settings", None) or {})
         if self.delivery.sends_rest:
-            settings |= {"disable_git": True, "disable_code": True}  # `instep runs sync` may run elsewhere
+            settings |= {"disable_git": True, "disable_code": True}  # `instep runs sync` may run in another folder
         if wandb.run is not None:
             given.setdefault("reinit", "create_new")  # do not end the open run of another logger
         return wandb.init(
