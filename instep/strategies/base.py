@@ -247,11 +247,11 @@ class Strategy:
         return module
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        """Return the original module for the one that `wrap` returned."""
+        """Return the original module of a module that `wrap` returned."""
         return wrapped
 
     def rebind_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace old parameters in an optimizer by those that `prepare_module` has put in their place."""
+        """Replace parameters in an optimizer by the new ones, if `prepare_module` has replaced them in the module."""
         for group in optimizer.param_groups:
             group["params"] = [self._exchanged.get(parameter, parameter) for parameter in group["params"]]
 
@@ -308,7 +308,7 @@ class Strategy:
         self.gradients.scale(loss).backward(*args, **kwargs)
 
     def prepare_backward(self, loss: Tensor) -> None:
-        """Called before each backward in manual optimization, with the loss, which the step does not return."""
+        """Called in manual optimization before each backward, with its loss (which is not the step's return value)."""
 
     def abandon_step(self) -> None:
         """Clean up after a step that an error on some rank has interrupted; the gradients of that step are lost.
@@ -419,7 +419,7 @@ class Strategy:
 
         Args:
             state: state of this rank, or of rank 0 if the checkpoint is from another number of ranks.
-            own: whether it is the state of this rank.
+            own: whether `state` is the state of this rank.
         """
 
 

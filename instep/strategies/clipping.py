@@ -81,7 +81,7 @@ def total_norm(
         dtype = torch.promote_types(dtype, parameter.dtype)
         gradient = gradient_of(parameter)
         spread = _groups_of(parameter)
-        here = pending.setdefault(spread, [])  # even without a gradient here: all ranks must reduce the same sums
+        here = pending.setdefault(spread, [])  # also without a gradient, since all ranks must reduce the same sums
         if device is None or spread:
             device = _collective_device(parameter)
         if gradient is not None and id(parameter) not in skipped:
@@ -154,7 +154,7 @@ def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient, sharded like it; partial sums of tensor parallelism are reduced. Collective."""
+    """Return a parameter's gradient, sharded like the parameter; reduce it if it is a partial sum. Collective."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -180,7 +180,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _collective_device(parameter: Tensor) -> torch.device:
-    """Return the device for collectives on a parameter's gradient: that of its mesh, also for offloaded ones."""
+    """Return the device for collectives on a parameter's gradient: the mesh's device, even for offloaded parameters."""
     kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
     if kind == parameter.device.type:
         return parameter.device

@@ -197,7 +197,7 @@ class ContextParallel:
         return exchanged
 
     def _exchange(self, tensor: Tensor, scatter: int, gather: int) -> Tensor:
-        """Exchange with all ranks: split along dimension `scatter`, and join along dimension `gather`."""
+        """Exchange parts of a tensor with all ranks: split along dimension `scatter`, and join along `gather`."""
         return torch.cat(self._swap(torch.stack(tensor.chunk(self.size, scatter))), gather)
 
     def _gather(self, tensor: Tensor, dim: int) -> Tensor:

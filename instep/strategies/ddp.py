@@ -119,8 +119,9 @@ class DDPStrategy(Strategy):
     Args:
         find_unused_parameters: whether to search in each step for parameters that were not used. None: only in manual
             optimization, where one backward seldom reaches all parameters (such as the halves of a GAN).
-        static_graph: promise that every step uses the same parameters in the same way; unused ones are found once.
-        bucket_cap_mb: size of a gradient bucket in MiB; None leaves it to torch (25, and a first one of 1).
+        static_graph: promise that every step uses the same parameters in the same way; unused parameters are then
+            searched only once.
+        bucket_cap_mb: size of a gradient bucket in MiB; None: torch's default (1 for the first bucket, 25 for others).
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy.
         broadcast_buffers: whether each forward begins with the buffers of rank 0.
         comm_hook: how gradients are communicated. "no": unchanged. "fp16" and "bf16": rounded to 16 bits. "power_sgd":
@@ -318,7 +319,8 @@ class DDPStrategy(Strategy):
         )
         self.hook.register(ddp)
         self._order = None
-        if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # in these, rounding depends on the buckets
+        # With these three hooks the rounding of gradients depends on the buckets, which a resumed run must build again.
+        if not self._manual and self.hook.name in ("no", "fp16", "bf16"):
             self._order = BucketOrder(ddp)
         if self.local_sgd_plan is not None:
             if len(optimizers) > 1 and self._manual:
@@ -351,7 +353,7 @@ class DDPStrategy(Strategy):
     # ---- the step
 
     def abandon_step(self) -> None:
-        # Remove DDP's autograd hooks: a later backward of the module must not wait for gradients of that step.
+        # Remove DDP's autograd hooks, so that a later backward does not wait for gradients of the interrupted step.
         if self._ddp is not None:
             self._ddp.reducer._remove_autograd_hooks()
             self.teardown()
@@ -388,7 +390,8 @@ class DDPStrategy(Strategy):
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             yield  # a static graph is recorded in the first backward, which must reduce gradients
             return
-        before, self._syncs = self._syncs, False  # DDP's own flag cannot be used: it is off in each manual step
+        # DDP's own flag, `require_backward_grad_sync`, is not enough: in manual optimization it is False in each step.
+        before, self._syncs = self._syncs, False
         try:
             with ddp.no_sync():
                 yield
@@ -407,7 +410,7 @@ class DDPStrategy(Strategy):
 
     def average_replicas(self) -> None:
         if self._local_sgd is not None:
-            self._local_sgd.average_replicas()  # this averages buffers too
+            self._local_sgd.average_replicas()  # averages weights and buffers
         elif self.ddp_options.keys().isdisjoint(("broadcast_buffers", "forward_sync_buffers")):
             super().average_replicas()  # with broadcast_buffers=False, ranks keep their own buffers
 

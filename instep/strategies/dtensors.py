@@ -23,8 +23,8 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
     Args:
         tensor: a DTensor, or a plain tensor that is the same on all ranks.
         first: whether this rank is the one that writes plain tensors.
-        mesh: device mesh of all processes. A DTensor on some dimensions of it is the same along its other dimensions,
-            except `pp`.
+        mesh: device mesh of all processes. If a DTensor uses only some of its dimensions, the DTensor is the same along
+            the other dimensions, except `pp`.
 
     Returns:
         This rank's part; None if the rank has no elements, or if another rank writes the same elements.
@@ -43,7 +43,8 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
         return None
     named = tensor.device_mesh.mesh_dim_names or ()
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    # Without names of `mesh` (a user's own mesh) several ranks may write the same box, of which a reader uses one.
+    # If the DTensor's mesh does not have dimension names of `mesh` (a user's own mesh), several ranks may write the
+    # same box. A reader then uses one of these boxes.
     if mesh is not None and named and set(named) <= set(names):
         others = set(names) - {*named, "pp"}
         if any(mesh.get_local_rank(name) for name in others):

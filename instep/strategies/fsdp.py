@@ -534,6 +534,6 @@ def _param_groups(part: FSDPModule) -> list[Any]:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Return for each name of a parameter its first name; tied parameters have several names."""
+    """Return a dict from each name of a parameter to its first name; a tied parameter has several names."""
     firsts: dict[Tensor, str] = {}
     return {name: firsts.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}

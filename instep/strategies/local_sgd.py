@@ -103,7 +103,7 @@ class PostLocalSGD:
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Register a communication hook in a DDP module that averages gradients as the plan says."""
 
-        def travel(_, bucket):  # without annotations: torch checks them, and here they are strings
+        def travel(_, bucket):  # no annotations, since torch checks them, and they would be strings
             if not self.apart or self._node is not None:
                 return mean_of(bucket.buffer(), self._node if self.apart else None)
             future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -129,7 +129,7 @@ class PostLocalSGD:
     def _part(self) -> None:
         """Stop DDP from copying rank 0's buffers when local steps begin."""
         if self.apart:
-            for name in ("forward_sync_buffers", "broadcast_buffers"):  # new and old name
+            for name in ("forward_sync_buffers", "broadcast_buffers"):  # the name in new and in old versions of torch
                 if hasattr(self._ddp, name):
                     setattr(self._ddp, name, False)
 
@@ -161,7 +161,7 @@ class PostLocalSGD:
 
         Args:
             state: state of this rank, or of rank 0.
-            own: whether it is the state of this rank; from that of rank 0 only the number of steps is used.
+            own: whether `state` is the state of this rank; from the state of rank 0 only the number of steps is used.
         """
         self.steps = state["steps"]
         self._part()

@@ -85,7 +85,7 @@ def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> 
         coming: shapes of the weights in the checkpoint, by name.
 
     Returns:
-        Stored tensors of the skipped weights, by name. Load those that the checkpoint turns out not to have.
+        Stored tensors of the skipped weights, by name. Load a stored tensor if the checkpoint turns out not to have it.
     """
     skipped = {name: place for name, place in deferred_weights(model).items() if coming.get(name) == place.shape}
     for name, place in skipped.items():
@@ -221,7 +221,9 @@ class Materializer:
                 yield getattr(module, method)
 
     def finish(self, module: nn.Module, name: str) -> None:
-        """Initialize the LoRA adapters of a layer, half of whose weights must begin at 0; do nothing without adapters.
+        """Initialize the LoRA adapters of a layer; do nothing if the layer has none.
+
+        One half of an adapter's weights must begin at 0.
 
         Args:
             module: layer whose submodules are materialized already.
@@ -404,6 +406,6 @@ def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda
     if PartialState().num_processes > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers(), *quantized_tensors(module)):
-                # A tensor of torchao is not copied itself: `quantized_tensors` has the plain tensors in it.
+                # Skip a tensor of torchao, since `quantized_tensors` returns the plain tensors inside it.
                 if not skip(tensor) and not is_of_torchao(tensor):
                     tensor.copy_(broadcast(tensor))

@@ -194,8 +194,8 @@ class MeshStrategy(PipelinedStrategy):
                 tensor_parallel.check_heads(module, self.sizes["cp"] * self.sizes["tp"], "cp", key_heads=False)
         super().prepare_module(module)
         if self.sizes["tp"] > 1 or self.sizes["pp"] > 1:
-            # FSDP warns that outputs must not be changed in place if they are views, as those of a layer under tensor
-            # parallelism and of a pipeline stage may be.
+            # FSDP warns that an output that is a view must not be changed in place. Layers under tensor parallelism and
+            # pipeline stages may return views.
             self._stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         if self.loss_parallel:
@@ -207,7 +207,7 @@ class MeshStrategy(PipelinedStrategy):
 
     def parallelize(self, module: nn.Module) -> None:
         if self.sizes["tp"] > 1:
-            self.share_weights(module)  # before the module is divided, while every rank has all weights
+            self.share_weights(module)  # done before the division, while every rank has all weights
             tensor_parallel.cut(module, self.mesh)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:

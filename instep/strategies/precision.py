@@ -51,7 +51,7 @@ _ALIASES = {
     "fp16": "16-mixed",
     "bf16": "bf16-mixed",
     "fp16-true": "16-true",
-    "no": "32-true",  # the value for float32 of `Accelerator(mixed_precision=)`
+    "no": "32-true",  # the value of `Accelerator(mixed_precision=)` that means float32
 }
 
 PRECISIONS = tuple(_WEIGHTS)

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from instep.utils.untrusted_files import parse_object
 
-# Prefix of a name that ends with "nf4" or "fp4"; the value is JSON text in a uint8 tensor.
+# Beginning of a name in bitsandbytes' state dicts. The name ends with "nf4" or "fp4"; its value is a uint8 tensor with
+# a JSON text about the quantized weight.
 _ABOUT = "weight.quant_state.bitsandbytes__"
-_OFFSET = "nested_offset"  # the only value in that JSON that depends on the weight
+_OFFSET = "nested_offset"  # the only value in the JSON text of bitsandbytes that depends on the weight
 _FORMAT = "weight_format"  # obsolete: bitsandbytes has only one 8-bit format now
 _ABOUT_BYTES = 256  # size of the padded JSON, so that its tensor has the same shape in every model
 

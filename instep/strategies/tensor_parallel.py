@@ -193,7 +193,7 @@ class BeforeStep:
                 # With sequence parallelism, a gradient is a partial sum from this rank's part of the sequence.
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         for group in self._mixed:
-            # On a GPU torch would choose True. The value is restored after the step, so that no checkpoint has it.
+            # On a GPU torch uses `foreach` if it is None. None is set again after the step, so no checkpoint has False.
             group["foreach"] = False
         if self._unproven:
             self._compare()

@@ -95,7 +95,7 @@ def _by_class(field: str, classes: tuple[Any, ...], inside: Mapping[str, nn.Modu
 
 
 def _by_size(module: nn.Module, size: int, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the submodules with at least `size` parameters, where those of selected inner modules do not count."""
+    """Return the submodules with at least `size` parameters, not counting parameters in selected inner modules."""
     found: dict[str, nn.Module] = {}
 
     def visit(part: nn.Module, name: str) -> int:

@@ -59,7 +59,7 @@ class XLAGradients(Gradients):
 
             super().step(optimizer, reduced, **kwargs)
         if strategy._mesh is not None and id(optimizer) not in self._stateful:
-            strategy._split_state(optimizer)  # states that the first step has made, before they are computed
+            strategy._split_state(optimizer)  # shard the new states of a first step before they are computed
             if optimizer.state:
                 self._stateful.add(id(optimizer))
         self.reduced.discard(id(optimizer))
@@ -254,7 +254,7 @@ class XLAStrategy(Strategy):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
-        self._torch_xla.sync()  # ends the graph, so that all micro-batches use the same one
+        self._torch_xla.sync()  # ends the graph, so that all micro-batches run the same graph
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.gradients.reduced.clear()

@@ -99,7 +99,8 @@ class OptimizerShards:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:  # it computes and clips all gradients, so call it before some are hidden
+        # The closure computes and clips all gradients, so call it before other ranks' parameters lose their gradients.
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (optimizer,), {**kwargs, "closure": lambda: loss}

@@ -12,8 +12,9 @@ from torch import nn
 def sync_generation(module: nn.Module) -> Callable[[], None]:
     """Make `synced_gpus=True` the default of `generate` in the transformers models of a module.
 
-    With it, a rank whose texts are finished runs forwards until the last rank has finished, since other ranks need it
-    to gather weights. transformers sets this itself for torch's FSDP, but for DeepSpeed only with its own integration.
+    With `synced_gpus=True`, a rank whose texts are finished runs forwards until the last rank has finished, since other
+    ranks need it to gather weights. transformers sets this default for torch's FSDP; for DeepSpeed, only if the
+    DeepSpeed integration of transformers is used.
 
     Args:
         module: module whose parts with a method `generate(..., synced_gpus=...)` are changed.

@@ -22,8 +22,8 @@ from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
 from instep.utils.imports import require
 
-_YOUNG_S = 5.0  # most seconds from making the lock file to starting the compiler
-_REMOTE_S = 1800.0  # most seconds for a build on another machine
+_YOUNG_S = 5.0  # longest time from making the lock file to starting the compiler
+_REMOTE_S = 1800.0  # longest time of a build on another machine
 
 
 def load_deepspeed(device: torch.device) -> Any:
@@ -36,7 +36,7 @@ def load_deepspeed(device: torch.device) -> Any:
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     try:
-        os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads it when it is imported
+        os.environ["DS_ACCELERATOR"] = device.type  # read when DeepSpeed is imported
         with quiet_imports():
             deepspeed = require("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
     finally:
@@ -107,7 +107,7 @@ def check_builds(folder: Path) -> None:
 
 
 def _is_at_work(folder: Path) -> bool:
-    """Return True if the working directory of a process on this machine is a folder, as during a build."""
+    """Return True if a process on this machine has this folder as working directory, as a build's compiler has."""
     try:
         target = folder.stat()
     except OSError:

@@ -28,8 +28,9 @@ class Partition:
         count: number of the part's elements.
         flat: flat tensor with the float32 weights of many parameters; the optimizer's state is stored under it.
         offset: index of the part's first element in `flat`.
-        fetch: with offloading to a disk: function that reads the optimizer state of a name, or the weights for None.
-        store: with offloading to a disk: function that overwrites the weights.
+        fetch: with offloading to a disk: function that reads an entry of the optimizer's state, given its name, or the
+            float32 weights, given None.
+        store: with offloading to a disk: function that overwrites the float32 weights.
         at_hand: function that returns a context in which `flat` and its optimizer state are in memory; at its end they
             are written back to the disk.
     """
@@ -59,7 +60,7 @@ class Partition:
             self.store(value)
 
     def shard(self, run: Tensor) -> Shard:
-        """Return values for this part as a `Shard` for a checkpoint."""
+        """Return `run`, the values of this part's elements, as a `Shard` that a checkpoint can store."""
         return Shard(run, self.shape, (self.begin,), flat=True)
 
 
@@ -76,7 +77,7 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 def cut_part(parameter: Any) -> Partition:
     """Return this rank's part of a parameter that stage 3 has sharded, in the dtype of the forward.
 
-    Without an optimizer there are no float32 weights, and this is the only part.
+    Without an optimizer DeepSpeed makes no float32 weights, so these are the rank's only values of the parameter.
     """
     size = parameter.ds_tensor.ds_numel
     begin = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
@@ -123,13 +124,13 @@ def _stage_3(zero: Any, parameter: Any) -> Partition:
     def at_hand() -> Iterator[None]:
         zero._optimizer_states_and_gradient_swap_in(group)
         yield
-        zero._optimizer_states_and_gradient_swap_out(group)  # also makes DeepSpeed register new state tensors
+        zero._optimizer_states_and_gradient_swap_out(group)  # this call also makes DeepSpeed register new state tensors
 
     return Partition(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
 
 
 def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
-    """Copy stage 3's float32 weights to the weights of the forward, after instep has changed them. Collective."""
+    """After instep has changed the float32 weights of stage 3, copy them to the forward's weights. Collective."""
     for p, part in parts.items():
         parameter: Any = p
         if parameter.data.numel():  # DeepSpeed keeps small parameters gathered

@@ -369,7 +369,7 @@ class DeepSpeedStrategy(Strategy):
                 # Keep the float32 values of weights, since the engine casts the parameters to 16 bits.
                 exact = {p: p.detach() for p in module.parameters() if p.dtype == torch.float32}
         self._engine = self._make_engine(module, optimizer)
-        # By default the engine would count batches itself; from now on `no_sync` sets the boundary.
+        # By default the engine counts batches to find the last one of a step; from now on `no_sync` decides this.
         self._engine.set_gradient_accumulation_boundary(True)
         self._optimizer = optimizer
         # torch's zero_grad, which the loop calls before accumulating gradients, would free gradient memory that the
@@ -390,7 +390,7 @@ class DeepSpeedStrategy(Strategy):
         elements = _elements(module.parameters())
         config = self._filled(elements)
         if optimizer is not None:
-            config.setdefault("zero_allow_untested_optimizer", True)  # instead, `check_optimizer` has tested it
+            config.setdefault("zero_allow_untested_optimizer", True)  # since `check_optimizer` has tested it
         # Ignore warnings about deprecated names of torch's collectives that DeepSpeed uses.
         warnings.filterwarnings(
             "ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
@@ -576,7 +576,7 @@ class DeepSpeedStrategy(Strategy):
         return whole(value) if part is None else take_run(value, part.begin, part.count)
 
     def _spread_parts(self, names: Iterable[str]) -> list[tuple[str, Partition | None]]:
-        """Return this rank's part of those named weights that are sharded, with their names."""
+        """Return the name and this rank's part (or None) of each of these weights that is sharded."""
         wanted, first = set(names), names_of(self.module)
         own = self.module.named_parameters(remove_duplicate=False)
         return [(name, self._part_of(p)) for name, p in own if name in wanted and self._is_spread(p, first[p])]
@@ -734,7 +734,7 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _still(p: Tensor, part: Partition, weights: Tensor) -> bool:
-    """Return True if this rank's part of `p` still equals `weights`, so that nobody has set other weights.
+    """Return True if this rank's part of `p` still equals `weights`; False if somebody has set other values.
 
     `weights` are rounded to the dtype of `p` first. If the part is not in memory (offloaded to a disk), it is not
     compared, and the result is True.

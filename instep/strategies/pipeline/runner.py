@@ -55,9 +55,9 @@ class Pending:
 
 
 class Ran(torch.autograd.Function):
-    """Autograd function for a loss whose gradients are computed already: its backward only calls `accept`.
+    """Autograd function for a loss whose gradients the pipeline has computed already.
 
-    `accept` gets the gradient of the loss, which is a factor for the gradients.
+    Its backward computes nothing: it passes `grad_output`, a factor for the computed gradients, to `accept`.
     """
 
     @staticmethod
@@ -107,7 +107,7 @@ class Runner:
         microbatches: number of micro-batches per batch.
         group: process group of the pipeline; stage s is on rank s modulo the size of the group.
         device: device of this rank.
-        alone: whether there is no other pipeline that shares sharded weights with this one.
+        alone: True if data parallelism does not shard the weights over several pipelines.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ class Runner:
 
     def _make(self, inputs: tuple[Any, ...], kind: Any, size: int, trains: bool) -> Any:
         if kind not in self._outlines:
-            # Running the stages to find the shapes is possible only at the first batch if weights are sharded, since
-            # all pipelines must do it together.
+            # If weights are sharded over pipelines, all pipelines must run their stages together to find the shapes. So
+            # this is possible only at the first batch.
             if self._outlines and not self.alone and trains in self._used:
                 raise DataError(
                     f"batches of a pipeline whose weights are sharded must keep their shape, but for the number of "
@@ -307,12 +307,12 @@ def _evaluated(stage: Stage, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def outline_of(tensor: Tensor) -> Tensor:
-    """Return a tensor without values (on the meta device) that has the shape and dtype of a tensor."""
+    """Return a tensor on the meta device, so without values, with the shape and dtype of `tensor`."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _kind_of(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a dict key of the inputs' shapes and dtypes without the number of samples, as a schedule needs them."""
+    """Return the shapes (without the number of samples) and dtypes of inputs, as the key of a schedule for them."""
     return tuple(
         (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else type(value) for value in inputs
     )

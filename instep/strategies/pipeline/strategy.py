@@ -164,7 +164,7 @@ class PipelinedStrategy(FSDPStrategy):
         if cut is None:
             self._cut = None
             self._check_module(module)
-            self.share_weights(module)  # before the division, since each rank may have other initial values
+            self.share_weights(module)  # done before the division, since ranks may have different initial values
             super().prepare_module(module)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
@@ -189,7 +189,7 @@ class PipelinedStrategy(FSDPStrategy):
 
     def _check_module(self, module: nn.Module) -> None:
         kind = type(module).__name__
-        # Stages of earlier versions of torch do not support frozen weights, or micro-batches of other sizes.
+        # Before torch 2.13, stages support neither frozen weights nor a change of the size of micro-batches.
         check_torch(2, 13, purpose="pp")
         if not getattr(module, "automatic_optimization", True):
             raise SettingError(
@@ -437,7 +437,7 @@ class PipelinedStrategy(FSDPStrategy):
         return super().load_model_state(state, strict)
 
     def average_replicas(self) -> None:
-        if self._cut is None:  # only without a pipeline: the stages of a pipeline have different buffers
+        if self._cut is None:  # not in a pipeline, whose stages have different buffers
             super().average_replicas()
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
