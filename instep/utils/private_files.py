@@ -114,7 +114,7 @@ def _mac(key: bytes, value: Any) -> str:
 def _key(make: bool) -> bytes | None:
     try:
         path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "instep" / "own.key"
-    except RuntimeError:  # the user has no home folder
+    except RuntimeError:  # raised if the user has no home folder
         return None
     with suppress(OSError):
         if make:

@@ -42,7 +42,7 @@ def _host() -> str:
     name = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:31] or "host"
     try:
         ids = f"{_boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # the system is not Linux
+    except OSError:  # raised if the system is not Linux
         return name
     return f"{name}_{_digest(ids)}"
 

@@ -208,7 +208,7 @@ def _is_not_in_json(hint: Any) -> bool:
 
 
 def _was_object(value: Any, hint: Any) -> bool:
-    """Return True if the type of an argument allows that its value is the saved form of an object."""
+    """Return True if, by the type of the argument, a value may be what was saved in place of an object."""
     kinds = [kind for kind in _within(hint, {}) if _is_class(kind)]
     was_one = _is_of_package if isinstance(value, str) else _is_saved_as_plain  # the string may be a URL of pydantic
     return isinstance(value, str | dict | list | tuple) and any(map(was_one, kinds))
