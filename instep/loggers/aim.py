@@ -94,7 +94,7 @@ class AimLogger(Logger):
             self._tracker = self._aim.Run(**arguments)
         except errors.MissingRunError as error:
             raise InstepError(f"AimLogger: {error} Give the `repo` with that run, or leave out `run_hash`.") from error
-        except (errors.RunLockingError, TimeoutError):  # a killed process on another host left the lock
+        except (errors.RunLockingError, TimeoutError):  # raised for the lock that a killed process on another host left
             self._tracker = self._aim.Run(force_resume=True, **arguments)
         self.delivery.version = self._tracker.hash
         self._tracker.name = self._name or self._tracker.name

@@ -32,7 +32,7 @@ _READ_BYTES = 2**20  # bytes to read at a time; `append` waits during a read
 _HOOKS = ("_log_", "_after_save_checkpoint")
 _WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
 _MARK = b', "'  # text before the user's mark, which is the last item of a line
-_ENCODER = json.JSONEncoder(default=str)  # one for all lines, since `json.dumps` would make one for each line
+_ENCODER = json.JSONEncoder(default=str)  # one encoder for all lines: `json.dumps` would make one for each line
 
 
 class Record(NamedTuple):
@@ -247,7 +247,7 @@ class Backlog:
                 left = self._offset if is_ours else os.fstat(source.fileno()).st_size
                 while line := source.readline(min(left, _MOST_LINE_BYTES)):
                     left -= len(line)
-                    with suppress(ValueError):  # an incomplete line, if a process was killed while writing it
+                    with suppress(ValueError):  # a process killed while writing may leave an incomplete line
                         record, own = Record.of_line(line), is_own(line, self.seal)
                         if not keep(record):
                             continue
@@ -291,8 +291,9 @@ class Backlog:
                     self.path.unlink(missing_ok=True)
                     if self.note is not None:
                         self.note.unlink(missing_ok=True)
-                        self.path.parent.rmdir()  # fails if the folder has other files, which must stay
-                _lock_file(self._file.fileno(), False)  # a forked process may still have the file open
+                        self.path.parent.rmdir()  # rmdir fails if the folder has other files, which must stay
+                # Closing the file does not unlock it if a forked process still has it open.
+                _lock_file(self._file.fileno(), False)
                 self._file.close()
                 self._file = None
 

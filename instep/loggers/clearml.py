@@ -103,7 +103,7 @@ class ClearMLLogger(Logger):
             return
         for file in self._tracker.get_offline_mode_folder().parent.glob("offline-*/metrics.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError):  # an incomplete line, after a crash of the machine
+                with suppress(ValueError):  # a crash of the machine may leave an incomplete line
                     scalars = [event for event in json.loads(line) if event["type"] == "training_stats_scalar"]
                     yield from ((event["metric"], event["variant"], event["iter"]) for event in scalars)
 

@@ -130,7 +130,7 @@ class CometLogger(Logger):
             return None  # online the last steps are unknown, since Comet's service shows values with a delay
         for archive in self._archives.glob(f"{self.version}*.zip"):
             for line in _messages(archive).splitlines():
-                with suppress(ValueError):  # an incomplete line, after a crash of the machine
+                with suppress(ValueError):  # a crash of the machine may leave an incomplete line
                     metric = json.loads(line)["payload"].get("metric") or {}
                     if metric.get("step") is not None:
                         last[metric["metricName"]] = max(metric["step"], last.get(metric["metricName"], -1))

@@ -342,7 +342,7 @@ class Delivery:
         """
         record = Record(hook, args, step, time.time())
         if self.sender is None and (self.run_dir is not None or (self.writer.base is not None and self._claim is None)):
-            self.open()  # after a run, or without a Trainer that starts the logger
+            self.open()  # no Trainer will open the logger, or its run has ended
         if self.sender is not None:
             self.sender.backlog.append(record)
             self._note_steps(record)
@@ -417,7 +417,8 @@ class Delivery:
         """Send the waiting records and close the logger; a second call does nothing."""
         if self._waiting:
             self.open()
-        sender, self.sender = self.sender, None  # cleared first, so that after an error the logger is closed too
+        # Clear `self.sender` first, so that the logger is closed even after an error below.
+        sender, self.sender = self.sender, None
         atexit.unregister(self._finalize)
         if sender is not None:
             self.status = status
@@ -561,7 +562,7 @@ class Delivery:
             "arguments": {name: value for name, value in arguments.items() if value is not None},
             "version": self.version,
             "status": self.status,
-            "sent": dict(self._marks.sent),  # copied, since another thread may change the dict
+            "sent": dict(self._marks.sent),  # a copy of the dict, since another thread may change it
             "id": seal and seal.about,
             "cwd": self._home,
             # A folder inside the run folder is written as a relative path, since the run folder may be moved.

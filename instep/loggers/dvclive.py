@@ -124,7 +124,7 @@ class DVCLiveLogger(Logger):
         self._tracker.log_plot(name, points, x="from", y="count", title=f"{name} at step {step}")
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        copy = Path(self._tracker.artifacts_dir) / artifact.name  # a copy, also for runs without a DVC repository
+        copy = Path(self._tracker.artifacts_dir) / artifact.name  # copy the file even if there is no DVC repository
         copy.parent.mkdir(parents=True, exist_ok=True)
         if artifact.path.is_dir():
             shutil.copytree(artifact.path, copy, dirs_exist_ok=True)

@@ -52,7 +52,7 @@ class RowFile(OutputFile, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         self.rows, self.later_rows, self._had = 0, [], (0, frozenset())
         path = folder.absolute() / self.NAME
-        self.appended = AppendedFile(path)  # an error here comes before the first training step
+        self.appended = AppendedFile(path)  # if this raises an error, it comes before the first training step
         with self.appended.turn():
             if path.stat().st_size:
                 self._take_over(path, keep, last_step)
@@ -83,7 +83,7 @@ class RowFileLogger(Logger):
     """Base class of loggers that write each record as a row of one file, and hyperparameters into `hparams.yaml`."""
 
     NAME_HPARAMS_FILE = NAME
-    _rows: RowFile  # set by the subclass, which sets `_file` to the same object
+    _rows: RowFile  # a subclass sets this attribute, and `_file` to the same object
     # Arguments `keep` and `last_step` of `RowFile.open` at the next start.
     _keep: tuple[int | None, float] = None, -1
 

@@ -140,7 +140,7 @@ class JSONLinesFile(LogFile):
             except (ValueError, RecursionError) as error:
                 self._complain(f"line {self._row}: {error!s:.200}")
                 continue
-            if isinstance(row.get("kind"), str):  # not metrics, but a text, a table or pictures
+            if isinstance(row.get("kind"), str):  # the line has no metrics, but a text, a table or pictures
                 continue
             step, time_s = _number(row.pop("step", None)), _number(row.pop("time", None))
             pairs = [(name, number) for name, value in row.items() if (number := _number(value)) is not None]

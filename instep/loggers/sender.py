@@ -90,7 +90,7 @@ class Sender:
         except NotInTime:
             warn_user(f"{self._name} has not begun after {timeout_s:g} s. Training goes on, and what it logs is kept")
             return
-        except BaseException:  # such as KeyboardInterrupt during the wait
+        except BaseException:  # for example a KeyboardInterrupt during the wait
             self._end()
             raise
         if isinstance(error, InstepError):
@@ -153,7 +153,7 @@ class Sender:
         end_s = time.monotonic() + timeout_s
 
         def last() -> None:
-            self._ends = True  # set first, so that nothing is sent to a closed tracker
+            self._ends = True  # from here on, no record is sent to the tracker, which is closed below
             if self._is_started:
                 finalize()
 
@@ -168,7 +168,7 @@ class Sender:
         self._end()
         self.thread.join(max(0.1, end_s - time.monotonic()))
         if self.thread.is_alive():
-            self._books.writer.file.stop()  # no late writes: the warning below counts the unsent records
+            self._books.writer.file.stop()  # prevent late writes, since the warning below counts unsent records
         self.backlog.spill()
         self._warn_of_rest()
         if self.thread.is_alive():
@@ -204,7 +204,7 @@ class Sender:
             if not self._tasks and not self._ends:
                 self._wake.wait(_PERIOD_S)
             self._wake.clear()
-        self._run_tasks(())  # runs the task that closes the tracker
+        self._run_tasks(())  # this call runs the task that closes the tracker
         while self._tasks:
             self._tasks.popleft()[1].cancel()
         if _HELD_UP.get(self.backlog.path) is self.thread:
@@ -237,7 +237,7 @@ class Sender:
                 self.backlog.drop(written, self._books.writer.file.row_count())
                 left -= written
                 self._failures, self._singly = 0, max(0, self._singly - written)
-                if time.monotonic() > self._noted_s + _PERIOD_S:  # from time to time, even if new records keep coming
+                if time.monotonic() > self._noted_s + _PERIOD_S:  # do this regularly, even if new records keep coming
                     self._rest()
                 self._run_tasks(())
             self.error = None

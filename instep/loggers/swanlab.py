@@ -120,7 +120,8 @@ class SwanLabLogger(Logger):
     def _delivered(self) -> dict[str, int]:
         proto = require("swanlab.proto.swanlab.record.v1.record_pb2", extra="swanlab", purpose="SwanLabLogger")
         store = require("swanlab.sdk.internal.core_python.store", extra="swanlab", purpose="SwanLabLogger")
-        last: dict[str, int] = {}  # empty if online, since SwanLab's service ignores values that are sent twice
+        # In online mode the result is empty, since SwanLab's service ignores values that are sent twice.
+        last: dict[str, int] = {}
         folder, here = self._tracker.dir.parent, self._tracker.mode in ("offline", "local")
         for file in sorted(folder.glob("run-*/*.swanlab")) if here else ():
             if file.stem == f"run-{self.version}" and file.parent != self._tracker.dir and file.stat().st_size:

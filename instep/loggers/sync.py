@@ -43,7 +43,7 @@ _PAUSE_S = 2.0
 _FEW = 20  # limit for the number of files that are listed in the question to the user
 _NETWORK = ("http", "https", "aim")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:").match
-_PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path without characters that mean something in a URL
+_PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path without the special characters of URLs
 # Beginnings of the environment variables that a program needs to run and to reach the network.
 _KEPT = (
     *("PATH", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "TMP", "TEMP", "VIRTUAL_ENV", "SYSTEMROOT"),

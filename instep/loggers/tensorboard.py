@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from instep.loggers.kinds import Audio, Histogram, Image, Table, Video
 
-_NUMBERS = count()  # one for each file name, since files made in the same second have the same time
+_NUMBERS = count()  # numbers for file names, since the times in the names of two files may be equal
 
 
 class TensorBoardLogger(Logger):
@@ -262,7 +262,7 @@ class _EventFile(OutputFile):
 
     def __init__(self, flush_s: float) -> None:
         self._flush_s = flush_s
-        self._there: set[tuple[int, float]] | None = None  # step and time of the folder's events; None: not read
+        self._there: set[tuple[int, float]] | None = None  # step and time of the folder's events; None: not read yet
 
     def open(self, folder: Path) -> bool:
         """Create the file; return True if the folder already has event files of earlier processes."""
