@@ -81,7 +81,8 @@ def total_norm(
         dtype = torch.promote_types(dtype, parameter.dtype)
         gradient = gradient_of(parameter)
         spread = _groups_of(parameter)
-        here = pending.setdefault(spread, [])  # also without a gradient, since all ranks must reduce the same sums
+        # Add an entry even if there is no gradient, since all ranks must reduce the same sums.
+        here = pending.setdefault(spread, [])
         if device is None or spread:
             device = _collective_device(parameter)
         if gradient is not None and id(parameter) not in skipped:

@@ -25,7 +25,7 @@ from instep.errors import DataError, HookError, SettingError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_active: ContextParallel | None = None  # set while a step with context parallelism runs
+_active: ContextParallel | None = None  # None if no step with context parallelism runs
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
@@ -129,7 +129,7 @@ class ContextParallel:
         It is needed around a step, and around a backward that recomputes activations.
         """
         global _active
-        if _active is not None:  # already patched: this is a backward within a step
+        if _active is not None:  # the function is patched already, as in a backward within a step
             yield
             return
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -186,7 +186,7 @@ class ContextParallel:
             if enable_gqa and key.shape[-3] % self.size:
                 key, value = (tensor.repeat_interleave(heads // tensor.shape[-3], -3) for tensor in (key, value))
             mask = None if attn_mask is None else self._mask(attn_mask, query.shape[-2], key.shape[-2], heads)
-            if query.shape == key.shape == value.shape:  # one message instead of three
+            if query.shape == key.shape == value.shape:  # send all in one message instead of three
                 query, key, value = self._exchange(torch.stack((query, key, value)), -3, -2).unbind(0)
             else:
                 query, key, value = (self._exchange(tensor, -3, -2) for tensor in (query, key, value))
@@ -248,8 +248,8 @@ class RingAttention(ContextParallel):
     def _patched(self) -> Iterator[None]:
         from torch.distributed.tensor.experimental import context_parallel  # imported late: rarely used
 
-        # torch's context splits the buffers that it gets in place. Here the batch is split already, so it gets a
-        # placeholder.
+        # torch's context splits the buffers that it gets in place. Here the batch is split already, so the context
+        # gets a placeholder.
         stand_in = torch.empty(2 * self.size, device=self.mesh.device_type)
         ring = context_parallel(self.mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in})
         with ring, self._counted(F.scaled_dot_product_attention):

@@ -66,7 +66,7 @@ class BucketOrder:
         self.names: list[str] = []
         """Names of the parameters in the order of their gradients; empty if this order is not known or not recorded."""
         self._ddp: DistributedDataParallel | None = ddp
-        self._parameters = _parameters(ddp)  # by name; stored now, since pruning may change the names later
+        self._parameters = _parameters(ddp)  # parameters by their present names, which pruning may change
         self._handles: list[Any] = []
         regroups = not ddp.find_unused_parameters and not ddp.static_graph
         if torch.distributed.get_world_size(ddp.process_group) > 2 and regroups:

@@ -155,7 +155,7 @@ class FSDPStrategy(Strategy):
         accumulate_sharded: bool = False,
         forward_prefetch: int = 0,
         backward_prefetch: int = 0,
-        compile: bool | Mapping[str, Any] = False,  # the name that torch uses
+        compile: bool | Mapping[str, Any] = False,  # this argument has the name that torch uses
         forward_methods: Sequence[str] = (),
         **unknown: Any,
     ) -> None:
@@ -270,7 +270,7 @@ class FSDPStrategy(Strategy):
         refuse_dispatched(self.name, module)
         self.module = module
         self._without_values = _placed.get(module, set())
-        if module not in _placed:  # False if an earlier run has sharded the module
+        if module not in _placed:  # no earlier run has sharded the module
             self._freed.clear()
             before = dict(module.named_parameters(remove_duplicate=False))
             self.precision.convert_module(module)
@@ -380,7 +380,7 @@ class FSDPStrategy(Strategy):
         compute = self.precision.compute_dtype
         if compute is None or self.precision.dtype is not None:
             return MixedPrecisionPolicy()
-        # Autocast is still used, for losses and norms. Inputs of the root are not cast, since they include targets.
+        # Autocast is still used, for losses and norms. The root module's inputs are not cast: they include targets.
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=not root)
 
     def _set_prefetch(self, parts: Sequence[Any]) -> None:
@@ -426,7 +426,7 @@ class FSDPStrategy(Strategy):
         def evaluate(*args: Any) -> Any:
             try:
                 return step(*args)
-            finally:  # otherwise weights that stay gathered would become stale
+            finally:  # reshard, since weights that stay gathered would become stale
                 self._reshard()
 
         return evaluate
@@ -446,7 +446,7 @@ class FSDPStrategy(Strategy):
             elif state._training_state.name != "IDLE":
                 raise self._refused("cannot go on after a step that was left in the middle; torch can from 2.13 on.")
         gradients: Any = self.gradients
-        for entry in gradients.gathered():  # gradients of micro-batches that are not reduced yet
+        for entry in gradients.gathered():  # delete gradients that are not reduced yet
             entry._unsharded_param.grad = entry.unsharded_accumulated_grad = None
         self._reshard()
 

@@ -46,7 +46,7 @@ class Gradients:
     """
 
     def __init__(self, strategy: Stepped) -> None:
-        self.strategy: Any = strategy  # untyped, since each subclass knows its own class of strategy
+        self.strategy: Any = strategy  # `Any`, since each subclass uses another class of strategy
         self.step_was_skipped = False
         """Whether the last call of `step` skipped the optimizer step, because a scaled gradient was not finite."""
         self._unscaled: set[int] = set()

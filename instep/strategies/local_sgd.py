@@ -103,7 +103,7 @@ class PostLocalSGD:
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Register a communication hook in a DDP module that averages gradients as the plan says."""
 
-        def travel(_, bucket):  # no annotations, since torch checks them, and they would be strings
+        def travel(_, bucket):  # the hook has no annotations: torch checks them, and would find strings
             if not self.apart or self._node is not None:
                 return mean_of(bucket.buffer(), self._node if self.apart else None)
             future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -129,7 +129,7 @@ class PostLocalSGD:
     def _part(self) -> None:
         """Stop DDP from copying rank 0's buffers when local steps begin."""
         if self.apart:
-            for name in ("forward_sync_buffers", "broadcast_buffers"):  # the name in new and in old versions of torch
+            for name in ("forward_sync_buffers", "broadcast_buffers"):  # names in new and old versions of torch
                 if hasattr(self._ddp, name):
                     setattr(self._ddp, name, False)
 
@@ -146,7 +146,7 @@ class PostLocalSGD:
         return map_leaves(lambda leaf: reduce(leaf) if isinstance(leaf, Tensor) and _differs(leaf) else leaf, tree)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the number of steps and, if the ranks differ, this rank's weights and optimizer states."""
+        """Return the number of steps and, if weights differ between ranks, this rank's weights and optimizer states."""
         if not self.apart:
             return {"steps": self.steps}
         return {

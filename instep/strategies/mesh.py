@@ -207,7 +207,7 @@ class MeshStrategy(PipelinedStrategy):
 
     def parallelize(self, module: nn.Module) -> None:
         if self.sizes["tp"] > 1:
-            self.share_weights(module)  # done before the division, while every rank has all weights
+            self.share_weights(module)  # copy weights before the division, while every rank has all of them
             tensor_parallel.cut(module, self.mesh)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:

@@ -63,7 +63,7 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> None:
             parameters.
     """
     if _cuts(module):
-        return  # divided already, by an earlier run or by configure_model
+        return  # an earlier run or configure_model has divided the module already
     size = mesh["tp"].size()
     check_heads(module, size, "tp", key_heads=True)
     tied = _tied(module)
@@ -140,7 +140,7 @@ def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
     plan: dict[str, Any] = {}
     for pattern, style in names.items():
         if any(fnmatch(name.rpartition(".")[0], pattern) for name in apart):
-            continue  # tied to an embedding that the plan does not split
+            continue  # skip a weight that is tied to an embedding that the plan does not split
         if style not in styles:
             raise HookError(
                 f"the plan of {type(part).__name__} has the style {style!r} for {pattern}, which is none of "

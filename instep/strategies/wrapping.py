@@ -184,7 +184,7 @@ def is_manual(module: nn.Module) -> bool:
 
 
 def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """Return the children of a module by name; for a container without a forward, return its children instead."""
+    """Return the children of a module by name, where a container without a forward is replaced by its items."""
     parts: dict[str, nn.Module] = {}
     for key, child in module.named_children():
         if type(child).forward is nn.Module.forward:

@@ -183,7 +183,7 @@ class XLAStrategy(Strategy):
         if self._mesh is None:
             return
         for tensor in (*module.parameters(), *module.buffers()):
-            self._spmd.clear_sharding(tensor)  # an earlier run with another strategy may have sharded it
+            self._spmd.clear_sharding(tensor)  # an earlier run may have sharded the tensor in another way
             self._split(tensor, self._weight_dim(tensor) if isinstance(tensor, nn.Parameter) else -1)
         for block in module.modules():
             if isinstance(block, self.blocks):
@@ -254,7 +254,7 @@ class XLAStrategy(Strategy):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
-        self._torch_xla.sync()  # ends the graph, so that all micro-batches run the same graph
+        self._torch_xla.sync()  # `sync` ends the graph, so that all micro-batches run the same graph
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.gradients.reduced.clear()

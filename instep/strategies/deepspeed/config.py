@@ -168,13 +168,13 @@ def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int,
         SettingError: the value for an "auto" is not known.
     """
     filled = copy.deepcopy(config)
-    filled.pop("optimizer", None)  # the optimizer is made before the engine, and passed to it
+    filled.pop("optimizer", None)  # the optimizer is made before the engine, and passed to the engine
     filled.pop("train_batch_size", None)
     filled["gradient_accumulation_steps"] = accumulate
     if filled.get("train_micro_batch_size_per_gpu", AUTO) == AUTO:
-        filled["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed uses it only to print samples per second
+        filled["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed uses this value only to print samples per second
     if filled.get("gradient_clipping") == AUTO:
-        del filled["gradient_clipping"]  # set at each step, from the Trainer's setting
+        del filled["gradient_clipping"]  # the Trainer's clipping value is set at each step
     for other in ("fp16", "bf16"):
         if other in filled or kind == other:
             filled[other] = {**filled.get(other, {}), "enabled": kind == other}

@@ -36,7 +36,7 @@ def load_deepspeed(device: torch.device) -> Any:
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     try:
-        os.environ["DS_ACCELERATOR"] = device.type  # read when DeepSpeed is imported
+        os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads the variable at its import
         with quiet_imports():
             deepspeed = require("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
     finally:

@@ -251,8 +251,8 @@ class DeepSpeedStrategy(Strategy):
             made = make_config(2 if stage is None else stage, offload_optimizer, offload_parameters, nvme_path, options)
             self._set_config(made if config is None else read_config(config))
         self._engine: Any = None
-        self._end_sync: Callable[[], None] | None = None  # undoes `sync_generation`
-        self._told = 0  # number of micro-batches per step that the engine has got
+        self._end_sync: Callable[[], None] | None = None  # function that undoes `sync_generation`
+        self._told = 0  # number of micro-batches per step that the engine was last given
         self._optimizer: Optimizer | None = None
 
     def select(self, name: str) -> None:
@@ -379,7 +379,7 @@ class DeepSpeedStrategy(Strategy):
         for p, part in self._parts.items():
             old = before.get(p)
             if old is not None and (old.begin, old.count) == (part.begin, part.count) and old.fetch is None:
-                if _still(p, part, old.weights()):  # False if the user has changed the weights since the previous fit
+                if _still(p, part, old.weights()):  # the user has not changed the weights since the previous fit
                     # Use the float32 weights of the previous fit, which are not rounded to 16 bits.
                     part.set_weights(old.weights())
             elif p in exact:
@@ -390,7 +390,7 @@ class DeepSpeedStrategy(Strategy):
         elements = _elements(module.parameters())
         config = self._filled(elements)
         if optimizer is not None:
-            config.setdefault("zero_allow_untested_optimizer", True)  # since `check_optimizer` has tested it
+            config.setdefault("zero_allow_untested_optimizer", True)  # `check_optimizer` has tested the optimizer
         # Ignore warnings about deprecated names of torch's collectives that DeepSpeed uses.
         warnings.filterwarnings(
             "ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
@@ -532,7 +532,7 @@ class DeepSpeedStrategy(Strategy):
             if name in state and self._is_spread(p, first[p]):
                 part = self._part_of(p)
                 if part is None or not part.count:
-                    del state[name]  # this rank has no element of it
+                    del state[name]  # this rank has no element of the parameter
                 else:
                     state[name] = part.shard(part.weights())
         return state
@@ -549,7 +549,7 @@ class DeepSpeedStrategy(Strategy):
         held, runs = super().local_weights(), dict[Tensor, Tensor]()
         for name, part in self._spread_parts(held):
             if part is None or not part.count:
-                del held[name]  # this rank has no element of it
+                del held[name]  # this rank has no element of the parameter
             elif part.fetch is not None:
                 raise self._refused("keeps weights on a disk ('nvme'), where nothing else can read or write them")
             else:
@@ -666,7 +666,7 @@ class DeepSpeedStrategy(Strategy):
     def _saved(self, part: Partition, key: str, value: Any, kind: str) -> Any:
         if isinstance(value, Tensor) and value.ndim:
             return part.shard(part.of(value) if part.fetch is None else part.fetch(key)[: part.count])
-        if key == "step":  # a tensor, as in torch's optimizers
+        if key == "step":  # saved as a tensor, the form in torch's optimizers
             return Shard(torch.tensor(float(value)), (), ())
         return Shard(value.detach().clone(), (), ()) if isinstance(value, Tensor) else value
 

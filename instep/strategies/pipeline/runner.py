@@ -124,9 +124,9 @@ class Runner:
         self.group, self.device, self.alone = group, device, alone
         self.first, self.last = 0 in stages, count - 1 in stages
         self._last_rank = dist.get_global_rank(group, (count - 1) % dist.get_world_size(group))
-        # Maps (training or not, kind of inputs) to (size of micro-batches, torch's schedule).
+        # For each kind of inputs, in training and in evaluation: the size of micro-batches, and torch's schedule.
         self._schedules: dict[Any, tuple[int, Any]] = {}
-        # Maps the kind of inputs to the inputs of each stage, as tensors without values.
+        # For each kind of inputs (see `_kind_of`): the inputs of each stage, as tensors on the meta device.
         self._outlines: dict[Any, list[tuple[Tensor, ...]]] = {}
         self._used: set[bool] = set()
         self._outputs: dict[Any, Any] = {}

@@ -160,11 +160,11 @@ class PipelinedStrategy(FSDPStrategy):
         if self.pipe_size == 1:
             super().prepare_module(module)
             return
-        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # not None if an earlier run has divided the module
+        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # None, unless an earlier run has divided the module
         if cut is None:
             self._cut = None
             self._check_module(module)
-            self.share_weights(module)  # done before the division, since ranks may have different initial values
+            self.share_weights(module)  # copy weights before the division: ranks may have different initial values
             super().prepare_module(module)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
@@ -437,7 +437,7 @@ class PipelinedStrategy(FSDPStrategy):
         return super().load_model_state(state, strict)
 
     def average_replicas(self) -> None:
-        if self._cut is None:  # not in a pipeline, whose stages have different buffers
+        if self._cut is None:  # the stages of a pipeline have different buffers, so none are copied
             super().average_replicas()
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
