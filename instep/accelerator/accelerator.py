@@ -86,7 +86,7 @@ class Accelerator(ProcessMethods):
             environment variables INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS, else "auto".
         parallelism_config: sizes of the process mesh, in place of `strategy`.
         compile: "module": compile each model in `prepare`; an `instep.compile.CompileConfig`, or a dict of its fields,
-            for repeated blocks and options.
+            also compiles repeated blocks alone, or with other options.
         dynamo_backend: compile each model in `prepare`, by this backend of torch.compile.
         dynamo_plugin: like `dynamo_backend`, with more options.
         log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger` or `GeneralTracker`, or a list

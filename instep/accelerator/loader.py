@@ -83,8 +83,8 @@ class AcceleratedLoader:
         self._non_blocking = non_blocking
         self._restore_position = restore_position
         self._next_epoch = 0
-        # number of finished batches in the loaded state, minus the source's number of them: not 0 if another number of
-        # ranks, whose batches have other sizes, saved the state
+        # finished batches of the epoch as the loaded state counts them, minus their number as the source counts them: a
+        # state of another number of ranks has batches of other sizes
         self._others = 0
         self._pass: object = None  # identifies the running pass: an iterator of an older pass raises an error
         # position that `load_state` restored; None once the script has used a batch
@@ -132,7 +132,7 @@ class AcceleratedLoader:
             self._restored = None
         self._next_epoch = epoch
         if self._pass is None:
-            self.source.set_epoch(epoch)  # this also calls `set_epoch` of the user's samplers and data sets
+            self.source.set_epoch(epoch)  # the source calls `set_epoch` of the user's samplers and data sets
 
     def __iter__(self) -> Iterator[Any]:
         return self.passes_from(None)
@@ -325,7 +325,7 @@ class AcceleratedLoader:
         """Make the next pass begin at the position in the state."""
         source, epoch, batches = self.source, int(state["epoch"]), 0
         if state["source"] is None:
-            source.set_epoch(epoch + 1)  # this drops the position that an earlier state has set
+            source.set_epoch(epoch + 1)  # set_epoch drops the position that an earlier state has set
         else:
             source.load_state_dict(state["source"])
             batches = state.get("batches", source.first_batch)
@@ -499,7 +499,7 @@ def gather_samples(
             )
         rows = [] if samples == 0 else list(data)
         return gather_object(_rows(rows, samples, batch_size) if samples and per_sample else rows)
-    # this raises an error that names gather_for_metrics, if a leaf is not a tensor
+    # if a leaf is not a tensor, tensor_leaves raises an error that names gather_for_metrics
     tensor_leaves(data, "gather_for_metrics")
     if samples and per_sample:
         data = map_leaves(lambda leaf: _rows_of_leaf(leaf, samples, batch_size), data)

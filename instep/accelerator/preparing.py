@@ -165,8 +165,8 @@ class PreparedRun:
         items += [(name, item, None) for name, item in named.items()]
         self._given = [getattr(item, "optimizer", item) for _, item, _ in items if isinstance(item, Optimizer)]
         done: dict[int, Any] = {}
-        # Models are prepared first, since this names and moves parameters. Schedulers are prepared last, since they
-        # need their optimizers.
+        # Models are prepared first, since their preparation names and moves parameters. Schedulers are prepared last,
+        # since they need the prepared optimizers.
         for phase in (self._prepare_model_item, self._prepare_middle_item, self._prepare_scheduler_item):
             for index, (name, item, place) in enumerate(items):
                 if index not in done:
@@ -272,7 +272,7 @@ class PreparedRun:
         if name is not None and any(known.name == name for known in self.dataloaders):
             raise SettingError(f"two loaders are called {name!r}; give each a name of its own", field="name", got=name)
         if isinstance(loader, AcceleratedLoader):
-            loader = loader.source.loader  # it was prepared before free_memory(), so prepare the user's loader anew
+            loader = loader.source.loader  # prepare the user's loader anew after free_memory()
         self._claim_run()
         config, source = self.loader_config, loader
         device = self.device if (self._moves if place is None else place) else None

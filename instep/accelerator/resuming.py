@@ -238,7 +238,7 @@ class Opening:
         self._loader.use_up(place)
         self._uses.forget_beginnings()
         if any(map(_is_alive, self._before)):
-            gc.collect()  # dropped batches may still be held by a reference cycle
+            gc.collect()  # a reference cycle may still hold batches that the script has dropped
         if any(map(_is_held, self._before)):
             raise UsageError(
                 f"after load_state the script asked for {len(self._before) + len(self._given)} batches before it used "
@@ -395,7 +395,7 @@ class Opening:
             return passed < self._place.held
         if passed < 2 or not all(map(_is_alive, self._given[:-1])):
             return False
-        gc.collect()  # dropped batches may still be held by a reference cycle
+        gc.collect()  # a reference cycle may still hold batches that the script has dropped
         return all(map(_is_held, self._given[:-1]))
 
     def _moved(self, raw: Any) -> Any:

@@ -347,7 +347,7 @@ def _of_all(states: States) -> Strategy:
     if len(states.prepared.models) == 1:
         return states.prepared.main_strategy
     main = states.prepared.main_strategy
-    strategy = object.__new__(type(main))  # copy.copy would not take over the state of the run
+    strategy = object.__new__(type(main))  # copy.copy would leave out modules and process groups of the run
     strategy.__dict__.update(main.__dict__, module=whole(states.prepared.models))
     return strategy
 

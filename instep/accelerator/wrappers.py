@@ -215,7 +215,7 @@ class Window:
                 "such a rank repeats a batch with the weight 0."
             )
         loader = self.loader
-        # this rank only repeats the batch, so it does not count
+        # a rank that only repeats a batch adds no items
         replays = loader is not None and loader.source.share.mine == 0
         if self._items_of_batch is None:
             count = num_items.detach().to(self._device, self._dtype) if isinstance(num_items, Tensor) else num_items
