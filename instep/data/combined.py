@@ -292,7 +292,7 @@ class CombinedLoader(BatchSource):
         self._resume_at(batches)
 
     def _inner_cycle(self, track: _Track) -> int:
-        # in a CombinedLoader inside another one, both cycles change, and each pair of them must give another number
+        # inside another CombinedLoader `self.cycle` changes too; each pair of the two cycles must give another number
         return self.cycle * 1_000_003 + track.cycle
 
     def _resume_at(self, batches: int) -> None:
@@ -307,7 +307,7 @@ class CombinedLoader(BatchSource):
         known = [number for track in self._tracks if (number := _left(track)) is not None]
         total, combine = None, {"sequential": sum, "min_size": min}.get(self.mode, max)
         lengths = [plan.total for plan in plans if plan.total is not None]
-        # this is an estimate, which does not depend on where the pass begins
+        # the total is an estimate here, which does not depend on where the pass begins
         if len(lengths) == len(plans) and not final:
             total = combine(lengths)
         elif final:

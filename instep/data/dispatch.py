@@ -35,7 +35,7 @@ from instep.state.process import step_group
 from instep.types import StateDict
 
 _END, _BATCH, _FAILED = range(3)
-_ALIGN = 16  # alignment in bytes: a view of any dtype can begin at a multiple of it in a buffer
+_ALIGN = 16  # in a buffer, a view of any dtype can begin at each multiple of this number of bytes
 
 
 class _Step(NamedTuple):
@@ -102,7 +102,7 @@ class DispatchLoader(PreparedLoader):
     ) -> None:
         super().__init__(loader, shard)
         self.batch_size = batch_size
-        self._set_epochs = []  # only the reader calls `set_epoch`
+        self._set_epochs = []  # only the reader calls `set_epoch` of the user's objects
         self._whole = whole
         self._group = self.world_size if whole else 1
         """Number of batches that the reading rank takes from its loader for one step of all ranks."""
@@ -384,7 +384,7 @@ def _join(described: Any, buffer: torch.Tensor) -> Any:
     def take(leaf: Any) -> Any:
         nonlocal offset
         if not isinstance(leaf, _TensorSpec):
-            return copy.deepcopy(leaf)  # copy the structure, since the same one may be used for the next batch
+            return copy.deepcopy(leaf)  # copy the structure, since the next batch may use the same objects
         begin, end = offset, offset + leaf.num_bytes
         offset = end + -end % _ALIGN
         return buffer[begin:end].view(leaf.dtype).view(leaf.shape)

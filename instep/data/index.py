@@ -150,7 +150,7 @@ class IndexLoader(PreparedLoader):
     def _share_of(self, batch_idx: int) -> Share:
         """Return the share of a batch (samples of this rank and of all), without `last`.
 
-        After the end of the data it is empty.
+        After the end of the data both numbers are 0.
         """
         local, total = self.sampler.samples(batch_idx - self.first_batch)
         units = (local, total * self._peers) if self._peers_even else None
@@ -344,7 +344,7 @@ class IndexLoader(PreparedLoader):
         return rebuild(
             self.loader,
             dataset=SeededDataset(self.dataset, restore=False),
-            generator=self._generator,  # without it, starting the iterator would draw from the training's generator
+            generator=self._generator,  # without `generator`, iterating would draw from the training's generator
             pin_memory=self._pin,
             **batching,
         )

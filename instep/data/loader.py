@@ -185,7 +185,7 @@ def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
 
 
 def _check_spread(loader: Any, world_size: int) -> None:
-    """Raise SettingError if map-style data would be the same on every rank."""
+    """Raise SettingError if instep cannot divide map-style data, which would then be the same on every rank."""
     if _is_map_style(loader) and not _shards_itself(loader):
         raise SettingError(
             f"{type(loader).__name__} would give every one of the {world_size} ranks the same data: instep does not "
@@ -199,7 +199,7 @@ def _check_spread(loader: Any, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Arguments that all kinds of loaders need: the rank, the limit, and what to do about uneven ranks."""
+    """Arguments that all kinds of loaders need: the rank, the limit, and what to do if numbers of batches differ."""
 
     shard: DataShard
     limit: int | float | None

@@ -78,7 +78,7 @@ def prefetch(
             current.wait_stream(side)
             for _, leaf in iter_leaves(moved):
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                    leaf.record_stream(current)  # else the next copy could reuse the memory too early
+                    leaf.record_stream(current)  # without record_stream, the next copy could reuse the memory too early
         else:
             moved = transfer(batch)
         yield moved if after is None else after(moved)

@@ -280,7 +280,7 @@ class StreamLoader(PreparedLoader):
         """Load the state at an epoch's end into a data set or loader whose state lasts over epochs."""
         if self.stateful is None or state.get("state") is None:
             return
-        # the state of a data set does not include its iterator, so loading it is enough
+        # a data set's state does not include the iterator, so it is enough to load the state
         if self.stateful is not self._iterated:
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
             return

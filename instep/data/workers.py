@@ -174,14 +174,14 @@ def end_workers(started: Any) -> None:
     """
     if started is None or _running.pop(started, 0) != os.getpid():
         return
-    # Without this, torch takes the end of a killed worker for a failure, and may raise an error anywhere in the
-    # program.
+    # Remove the ids of the workers, since torch takes the end of a known worker that was killed for a failure, and may
+    # raise an error anywhere in the program.
     if started._worker_pids_set:
         started._worker_pids_set = False
         _utils.signal_handling._remove_worker_pids(id(started))
     deadline = time.monotonic() + _TO_END_S
     for worker in started._workers:
-        worker.join = _Join(worker, deadline)  # this replaces torch's wait of 5 s for each worker
+        worker.join = _Join(worker, deadline)  # replaces torch's wait of 5 s for each worker
     started._shutdown_workers()
     for worker in started._workers:
         worker.terminate()
@@ -228,7 +228,7 @@ def _watch(started: Any) -> None:
     atexit.register(_end_all)
     if _hooked != os.getpid():
         _hooked = os.getpid()
-        # a child process of `multiprocessing` calls only these finalizers at its exit, and no atexit handlers
+        # a child process of `multiprocessing` calls only objects of `Finalize` at its exit, and no atexit handlers
         Finalize(None, _end_all, exitpriority=100)
 
 
