@@ -165,7 +165,7 @@ class Heartbeat:
                 process.wait_for_everyone("mapping the heartbeat file")
         finally:
             if offer is not None:
-                os.unlink(offer)  # all ranks have opened the file, so the system frees it when they have ended
+                os.unlink(offer)  # the system frees the file when all ranks, which have opened it, have ended
         if timeout_s is None:
             yield
             return
@@ -249,8 +249,8 @@ class Watchdog:
     """
 
     def __init__(self, heart: Heartbeat, beats: HeartbeatFile, slot: int, timeout_s: float) -> None:
-        # Imported late, since only a watchdog needs these modules; but before the watching begins, since the process
-        # may hang while it imports.
+        # Imported late, since only a watchdog needs these modules. They are imported before the watching begins, since
+        # a hanging process may be unable to import.
         from instep.distributed.stragglers import activity
         from instep.health import hang_report
 
@@ -260,7 +260,7 @@ class Watchdog:
         self._poll_s = min(0.5, timeout_s / 10)
         self._alarm_s = -float("inf")
         self._hooks: tuple[Any, Any, Any] | None = None
-        # With one rank and no agent, no other process could read stacks in the file, so they go to stderr.
+        # With one rank and no agent, no other process could read stacks in the heartbeat file, so stacks go to stderr.
         self._own = beats.count > 1 or heart.by_agent
         self._out = os.dup(beats.fileno if self._own else 2)
         self._closed = threading.Event()
@@ -296,7 +296,7 @@ class Watchdog:
             return
         self._alarm_s = now
         limit_s = self._timeout_s
-        if self._own:  # stacks are written to this rank's place in the file, which is read only after a hang
+        if self._own:  # stacks go to this rank's part of the heartbeat file, which is read only after a hang
             os.lseek(self._out, self._beats.stacks_at(self._slot), os.SEEK_SET)
         else:
             limit_s = self._beats.read()[self._slot].patience_s

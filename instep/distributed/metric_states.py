@@ -50,7 +50,7 @@ def _state(metric: Any) -> dict[str, Any]:
 def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
     """Restore the result of `metric_states`; skip a metric that the module no longer has."""
     metrics = {name: metric for name, metric in metric_objects(module).items() if name in states}
-    for metric in metrics.values():  # reset all metrics before loading any, since a composition resets its parts
+    for metric in metrics.values():  # reset all metrics before loading any: a metric composed of others resets these
         metric.reset()  # the loaded state already includes what hooks have counted since the start of this run
     for name, metric in metrics.items():
         metric._update_count = states[name]["updates"]
@@ -169,7 +169,7 @@ def _attributes(part: Any) -> dict[str, Any]:
 
 
 def _set_attributes(of_parts: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
-    # A composition has no state itself and is not reset, since it would reset its parts.
+    # A metric composed of others has no state itself. It is not reset, since it would reset the others.
     reset_metrics([part for part, _ in of_parts if part.metric_state])
     for part, attributes in of_parts:
         for name, value in attributes.items():

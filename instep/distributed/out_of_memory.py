@@ -11,7 +11,7 @@ from instep.state import DEVICE_KINDS
 # Texts that show an out-of-memory error: for allocators without an exception class, and for remote errors, of which
 # only the text is known.
 _OUT_OF_MEMORY = (
-    "out of memory",  # in the error text of CUDA, XPU, MPS and NPU
+    "out of memory",  # part of the error texts of CUDA, XPU, MPS and NPU
     "OutOfMemoryError",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",

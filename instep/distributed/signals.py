@@ -54,7 +54,7 @@ class Deadline:
         _open += 1
         before = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
         self._wakes = before == -1
-        if not self._wakes:  # an event loop uses the descriptor already, so only the handler reports signals
+        if not self._wakes:  # an event loop already uses the wake-up descriptor, so only the handler reports signals
             signal.set_wakeup_fd(before)
         self._thread = threading.Thread(target=self._watch, name="instep-grace", daemon=True)
         self._thread.start()

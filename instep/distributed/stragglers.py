@@ -175,7 +175,7 @@ class PaceWatch:
         busiest = sorted(paces, key=lambda rank: paces[rank].busy_s, reverse=True)[:_KEPT]
         ranks = [{"rank": rank, **asdict(paces[rank])} for rank in busiest]
         content = {"time": time.time(), "step": self._numbers[STEP], "slow": slow[:_KEPT], "ranks": ranks}
-        with suppress(OSError):  # training continues without the file
+        with suppress(OSError):  # a full or bad disk must not end the training
             replace(folder / PACES_FILE, json.dumps(content).encode())
 
     def _say(self, rank: int, paces: Mapping[int, Pace]) -> None:
