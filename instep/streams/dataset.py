@@ -225,7 +225,7 @@ class StreamDataset(Dataset[Any]):
             warn_user(f"{error}; it was left out. `left_out()` of the data set says how many were, and which")
 
     def left_out(self, across_ranks: bool = False) -> tuple[int, list[str]]:
-        """Return how many samples this process and its workers left out, and the places of the last ones.
+        """Return how many samples this process and its workers left out, and the places of the latest of these.
 
         Args:
             across_ranks: whether to count the samples of all ranks; each rank gets the same result. Then all ranks must
@@ -304,7 +304,7 @@ class StreamDataset(Dataset[Any]):
         return self._used[1] if self._used is not None and self._used[0] == epoch else len(self.shards)
 
     def _instep_order_mark(self, epoch: int) -> dict[str, Any]:
-        """Return what the order depends on besides its seed, for a checkpoint."""
+        """Return the facts, besides the seed, that determine the order; a checkpoint stores them."""
         files = self._files(epoch)
         return {"files": files, "digest": self._digest(files), "window": self.window, "bucket": self.bucket}
 

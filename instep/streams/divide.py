@@ -44,11 +44,11 @@ from instep.utils.warn import warn_user
 # Number of first samples that are compared. 16 show whether all readers read the same samples; if they do not, 256 show
 # which samples they share.
 AT_FIRST, COMPARED = 16, 256
-# Maximum number of seconds for reading these samples; from a slow stream, fewer samples are compared.
+# Maximum number of seconds for reading the first samples; from a slow stream, fewer samples are compared.
 _PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}
 _MOST_BYTES = 64 << 20  # maximum number of bytes of the samples that are kept for the comparison
 _SHARED = 20  # one common sample in this many may be by chance; readers with more of them share samples
-_QUIET_AFTER, _WATCH_EVERY = 3, 64  # the same as in `instep.data.stream`, where they are explained
+_QUIET_AFTER, _WATCH_EVERY = 3, 64  # as QUIET_AFTER and WATCH_EVERY in `instep.data.stream`
 _LOOK_EVERY_S = 0.001
 # The cost of reading for other ranks is reported if it is more than 5 % of a pass and more than one second.
 _COSTS, _COSTS_S = 0.05, 1.0
@@ -168,8 +168,8 @@ class _Reader:
         else:
             with self._seeded(number, self.read, watch=True):
                 items = list(islice(self._items, most))
-                # In the main process, the state may be the one from the end of the last pass. Then the pass starts from
-                # the beginning.
+                # In the main process, the stream may still be at the end of the last pass. Then start it from the
+                # beginning.
                 if not items and not self.read and self._in_main:
                     self._items = self._owner.iterate()
                     items = list(islice(self._items, most))
@@ -331,7 +331,7 @@ class DividedDataset(IterableDataset[Any]):
         if name in self.__dict__:
             self.__dict__[name] = value
         else:
-            setattr(self.source, name, value)  # a worker_init_fn means the user's data set
+            setattr(self.source, name, value)  # a worker_init_fn may set attributes, which the user's data set must get
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DividedDataset, (self.source, self.unit, self.board, self.shard, self.alone, self.restored)
@@ -397,7 +397,7 @@ class Division:
         return max(_states_in(self.loader.state_dict()), key=lambda state: state["read"], default={})
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state that was saved after the last batch of an epoch into the data set; with workers, do nothing."""
+        """Load into the data set a state that was saved after the last batch of an epoch; with workers, do nothing."""
         inner = state_dict.get("inner")
         if inner is not None and not self.workers:
             self._stream.source.load_state_dict(copy.deepcopy(inner))
@@ -484,7 +484,7 @@ class Division:
             )
 
     def _tell_of_reading(self, left: int) -> None:
-        self._first(AT_FIRST)  # this reads some samples, and so measures how long reading takes
+        self._first(AT_FIRST)  # reads some samples, and so measures how long reading takes
         timed = [(int(row[_READ_NS]), int(row[_COUNT])) for row in self._board.rows if row[_COUNT]]
         seconds = max((took / samples for took, samples in timed), default=0.0) * left / 1e9
         what = "samples" if self.loader is not self._stream else "batches"

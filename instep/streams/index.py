@@ -219,7 +219,7 @@ class Index:
         """Let only one process of a machine count records at a time; processes that wait then find the result."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            import fcntl  # imported late, since not every platform has it
+            import fcntl  # imported late, since not every platform has fcntl
         except ImportError:
             yield
             return

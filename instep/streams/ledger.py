@@ -29,7 +29,7 @@ from instep.utils.checks import is_int
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 NAME = "samples.jsonl"
-# name of a file beside `samples.jsonl` that describes an order
+# pattern of the names of files beside `samples.jsonl`, which describe orders
 _ORDER = re.compile(r"samples-[0-9a-f]{16}\.json")
 _MOST_BYTES = 2**26
 
@@ -110,7 +110,7 @@ def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
     if {**last, **dict.fromkeys(_PLACE)} != {**line, **dict.fromkeys(_PLACE)}:
         return False
     if "unknown" in line or line["accumulate"] is None:
-        return True  # if the division is unknown in one epoch, it is unknown in all
+        return True  # if it is unknown in one epoch how the data is divided, it is unknown in all epochs
     epochs = line["epoch"] - last["epoch"]
     if line["batch"] or epochs < 1:
         return all(last[key] == line[key] for key in _PLACE)

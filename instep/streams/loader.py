@@ -184,7 +184,7 @@ class DividedLoader(StreamLoader):
             super()._start(resume, position)
             return
         place = (0, 0) if self.frozen else (self.epoch, self.cycle)
-        # The readers seed their own random numbers, so this stream is for collating only.
+        # The readers seed their own random numbers, so `_random` is for collating only.
         self._random = RandomStream(self.seed, "collate", self.rank, *place)
         state = resume.get("state")
         by_loader = state is not None and self.stateful is division.loader

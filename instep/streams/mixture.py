@@ -138,7 +138,7 @@ class StreamMixture(Dataset[Any]):
         return {"sources": self._sources, "phases": self._phases, "size": self.size}
 
     def _instep_order_mark(self, epoch: int) -> dict[str, Any]:
-        """Return what the order depends on besides its seed, for a checkpoint."""
+        """Return the facts, besides the seed, that determine the order; a checkpoint stores them."""
         spec = self._instep_order_spec(epoch)
         before = [phase for phase in self._phases if phase[0] < (epoch + 1) * self.size]
         text = json.dumps([spec["sources"], before, self.size])

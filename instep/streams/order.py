@@ -13,7 +13,7 @@ import torch
 from instep.utils.seed import derive_seed
 
 BLOCK = 1024  # number of samples of a mixture in which each source has its exact proportion
-MOST_SOURCES = 20  # maximum number of sources, since one source evens out the others' rounding in a block
+MOST_SOURCES = 20  # maximum number of sources: in a block, one source makes up for the rounding of all others
 _WINDOWS = 4  # number of windows that are kept, for several ranks in one process and for a batch across two windows
 
 
@@ -159,7 +159,7 @@ class MixtureOrder(LazyOrder):
             if here <= 0:
                 continue
             parts = [int(share * here) for share in shares]
-            # The source with the largest share gets the remainder.
+            # Samples that are left over by rounding go to the source with the largest share.
             parts[shares.index(max(shares))] += here - sum(parts)
             found = [one + part for one, part in zip(found, parts, strict=True)]
         return found
