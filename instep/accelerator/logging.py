@@ -16,9 +16,9 @@ _MOST_TEXTS = 1000
 
 
 def known_place() -> tuple[ProcessEnvironment, bool]:
-    """Return this process's `ProcessEnvironment` (rank, world size ...), and whether a process state has it.
+    """Return this process's `ProcessEnvironment` (rank, world size ...), and whether a process state exists.
 
-    Without a process state, it is read from the launcher's environment variables, and no state is created.
+    If none exists, the values are read from the launcher's environment variables, and no state is created.
     """
     joined = process.is_held()
     return process.held().environment if joined else read_environment(), joined

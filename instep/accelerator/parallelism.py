@@ -27,8 +27,8 @@ class ParallelismConfig:
         cp_size: number of processes that share a sequence.
 
     Raises:
-        SettingError: a size is below 1, or `dp_replicate_size` and `tp_size` or `cp_size` are above 1 although
-            `dp_shard_size` is 1.
+        SettingError: a size is below 1; or `dp_shard_size` is 1 although `dp_replicate_size` is above 1 and `tp_size`
+            or `cp_size` is above 1.
 
     Example:
         >>> config = ParallelismConfig(dp_shard_size=4, tp_size=2)

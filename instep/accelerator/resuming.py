@@ -257,7 +257,7 @@ class Opening:
     def count_backward(self, models: tuple[int, ...]) -> None:
         """Count a backward of a group of models.
 
-        Models that are trained together have one backward for each used batch.
+        If models are trained together, each used batch has one backward for all of them.
         """
         self._backwards_of[models] += 1
 

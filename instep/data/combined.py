@@ -292,7 +292,7 @@ class CombinedLoader(BatchSource):
         self._resume_at(batches)
 
     def _inner_cycle(self, track: _Track) -> int:
-        # inside another CombinedLoader `self.cycle` changes too; each pair of the two cycles must give another number
+        # `self.cycle` counts restarts by an outer CombinedLoader; each pair of the two cycles must give another number
         return self.cycle * 1_000_003 + track.cycle
 
     def _resume_at(self, batches: int) -> None:

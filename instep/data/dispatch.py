@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 
 
 class _BatchSizes(NamedTuple):
-    """Numbers of samples in a reader's batches: `size` in batches before number `even`, then the numbers in `rest`."""
+    """Numbers of samples in a reader's batches: `size` in each batch before number `even`; `rest` has those of the later ones."""
 
     even: int
     size: int

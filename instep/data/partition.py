@@ -54,7 +54,7 @@ class Splitter:
             exact: whether the batch must have exactly `size` samples; else at most `size`.
 
         Raises:
-            DataError: the batch has another number of samples than `size`, or its number of samples is ambiguous.
+            DataError: `size` and `exact` do not allow the batch's number of samples, or that number is ambiguous.
         """
         if size is None:
             return self._guess(batch, None)

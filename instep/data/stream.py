@@ -92,7 +92,7 @@ class StreamLoader(PreparedLoader):
             warning. With "join" an exhausted rank replays its last batch (or a batch of another rank, if it had none)
             with weight 0 until all ranks are exhausted. "error" raises an error. With `OWN_END` each rank ends after
             its own number of batches.
-        stateful: object whose state is the position in the data; None if batches are counted.
+        stateful: object whose state is the position in the data; None if the position is a number of batches.
         frozen: whether every epoch has the random numbers of the first one.
         rewinds: object whose first state is loaded again if a pass was left before its end; None if there is no such
             object.
@@ -121,7 +121,7 @@ class StreamLoader(PreparedLoader):
         self._rewinds = rewinds
         self._first_state: StateDict | None = None
         self.stateful = stateful
-        self._loaded: StateDict | None = None  # the loaded state; None after the next batch was read
+        self._loaded: StateDict | None = None  # the loaded state; None once a batch was read after it
         self._length = _least(length, limit) if length is not None else None
         self._set_ends(estimate, limit)
         self._generators = _generators(loader)

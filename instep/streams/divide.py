@@ -47,7 +47,7 @@ AT_FIRST, COMPARED = 16, 256
 # Maximum number of seconds for reading the first samples; from a slow stream, fewer samples are compared.
 _PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}
 _MOST_BYTES = 64 << 20  # maximum number of bytes of the samples that are kept for the comparison
-_SHARED = 20  # one common sample in this many may be by chance; readers with more of them share samples
+_SHARED = 20  # readers share samples if they have more than one in this many in common; fewer may be by chance
 _QUIET_AFTER, _WATCH_EVERY = 3, 64  # as QUIET_AFTER and WATCH_EVERY in `instep.data.stream`
 _LOOK_EVERY_S = 0.001
 # The cost of reading for other ranks is reported if it is more than 5 % of a pass and more than one second.
@@ -470,7 +470,7 @@ class Division:
             yield batch
 
     def end_pass(self) -> None:
-        """Warn once, on rank 0, that all ranks read the whole stream, if that is a notable part of a pass."""
+        """Warn once, on rank 0, that all ranks read the whole stream, if that takes a notable part of a pass's time."""
         if not self._is_timed or self.pattern is None:
             return
         self._is_timed, ranks = False, self.shard.world_size if self.pattern.ranks else 1
