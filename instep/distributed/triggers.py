@@ -261,8 +261,8 @@ class Triggers:
         if self._step is not None:
             announce(self._group, "triggers: tick")
             try:
-                # Call the group's method directly, since torch's function around it would double the cost, in the
-                # middle of a step.
+                # Call the group's method directly, since torch's function around it would double the time that
+                # the call adds to a step.
                 work = self._step.allreduce([message], self._maximum)
             except RuntimeError as error:
                 raise _gone(error) from error
