@@ -197,7 +197,7 @@ class Accelerator(ProcessMethods):
         self.precision = make_precision(mixed_precision, process.device, self._handlers)
         self._trackers = Trackers(log_with, process.is_main_process, self.logging_dir)
         self.triggers = Triggers(reserved=())
-        """Named triggers; `triggers.tick(step)` returns the agreed ones and does not wait for the device."""
+        """Named triggers; `triggers.tick(step)` returns those that the ranks agree on, without waiting for a rank."""
         self._prepared = self._prepared_type(  # this call makes the Accelerator the active run
             process,
             self.precision,

@@ -216,7 +216,7 @@ class LeftOutWeights:
 
     def __init__(self) -> None:
         self.held: set[str] = set()
-        """Names of weights that a checkpoint of this run has; with "trainable", all later checkpoints have them too."""
+        """Names of weights in this run's checkpoints; if the filter is "trainable", later checkpoints have them too."""
         self._digests: dict[str, Sequence[str]] = {}
 
     def collect(self, module: Any, strategy: Strategy, state: Mapping[str, Any]) -> LeftOut:

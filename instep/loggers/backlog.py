@@ -150,7 +150,7 @@ class Backlog:
         self.note: Path | None = None
         """File that is deleted together with the backlog's file."""
         self.refuses: Callable[[Record], bool] = lambda record: False
-        """Whether to refuse a record: called for records of an earlier process that this user did not mark."""
+        """Returns whether to refuse a record; called for records of an earlier process that this user did not mark."""
         self.refused = 0
         """Number of records that were moved into the file of refused records."""
         self.place: int | None = None

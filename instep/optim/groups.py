@@ -30,7 +30,7 @@ from instep.utils.checks import is_number, wrong
 from instep.utils.optimizer_state import clean_name, names_of
 
 Which: TypeAlias = "str | Callable[[str, Tensor], bool]"
-"""Choice of parameters: a pattern of names as for files ("*.bias"), or a function of a name and a parameter."""
+"""Choice of parameters: a pattern for their names, as for files ("*.bias"), or a function of name and parameter."""
 
 __all__ = ["biases_and_norms", "layerwise_lr", "param_groups"]
 

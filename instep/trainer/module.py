@@ -67,7 +67,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     """True: `prepare_data` runs on one process of each node. False: it runs on one process of the whole job."""
 
     strict_loading = True
-    """Whether a checkpoint must hold exactly this module's weights."""
+    """Whether a checkpoint must hold exactly the weights of this module, no more and no fewer."""
 
     checkpoint_filter: str | Callable[[str], bool] | None = None
     """Which weights a checkpoint holds. None: all. "trainable": all buffers, and the parameters that require gradients
