@@ -15,7 +15,7 @@ from instep.utils.warn import warn_user
 
 
 def check_epoch(ctx: RunContext) -> None:
-    """Raise DataError if the epoch had no batch: such a run would train nothing, and might never end."""
+    """Raise DataError if the epoch had no batch, since a run without batches trains nothing, and might never end."""
     at, source = ctx.position, ctx.source
     empty = "; ".join(source.empty_parts())
     if not at.inside:
@@ -31,7 +31,7 @@ def check_epoch(ctx: RunContext) -> None:
 
 
 def warn_of_no_batch(source: BatchSource, what: str, loader_idx: int) -> None:
-    """Warn that a loader gave no batch, unless its length is 0, of which `Loaders` has warned already."""
+    """Warn that a loader gave no batch. If its length is 0, do nothing, since `Loaders` has warned already."""
     if source.num_batches != 0:
         empty = "; ".join(source.empty_parts())
         warn_user(f"loader {loader_idx} of the {what} data ({empty}) gave no batch: nothing was done with it")
@@ -81,7 +81,7 @@ def without_graph(ctx: RunContext, what: str) -> HookError:
 
 
 def check_losses(ctx: RunContext) -> None:
-    """Raise HookError if no batch so far had a loss: such a run has trained nothing, and must not look finished."""
+    """Raise HookError if no batch so far had a loss, since a run that has trained nothing must not look finished."""
     at, name = ctx.position, type(ctx.module).__name__
     done = at.earlier_batches + at.batch
     needs_loss = ctx.optimizers and ctx.module.automatic_optimization
@@ -94,7 +94,7 @@ def check_losses(ctx: RunContext) -> None:
 
 
 def check_steps(ctx: RunContext) -> None:
-    """Warn at the end of the first epoch if manual optimization has not stepped: such a run trains nothing."""
+    """Warn at the end of the first epoch if, in manual optimization, the module has not stepped any optimizer."""
     at, module = ctx.position, ctx.module
     if ctx.optimizers and not module.automatic_optimization and not at.global_step and not at.epoch and ctx.rank == 0:
         warn_user(

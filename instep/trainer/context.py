@@ -117,7 +117,7 @@ class TrainerState:
 
 @dataclass
 class Position:
-    """Position in the training, which checkpoints save. The loop, the step, its guests and a resume write it.
+    """Position of a run in its training. Checkpoints save it; the loop and the training step advance it.
 
     Attributes:
         epoch: index of the epoch, from 0.
@@ -186,7 +186,7 @@ class Position:
 
     @property
     def reached(self) -> dict[str, Any]:
-        """Position that a checkpoint holds, for comparison: two equal positions need only one checkpoint."""
+        """Position for comparing checkpoints: if it has not changed since the last save, no new save is needed."""
         return {**self.state_dict(), "closed_step": None, "validation_due": None}
 
     @property
@@ -271,10 +271,10 @@ class Ending:
     """End of a fit: what asks the fit to end, and why it has ended.
 
     Attributes:
-        waits: whether the ranks agreed to stop before `min_steps` and `min_epochs` were reached. Once they are reached,
-            the ranks decide again whether to stop.
-        deferred: triggers, such as "stop" or "save", that the ranks agreed on during an evaluation or that all ranks
-            set. The loop acts on them after the step.
+        waits: whether a stop that the ranks agreed on is delayed until `min_steps` and `min_epochs` are reached. Once
+            they are reached, the ranks decide again whether to stop.
+        deferred: triggers, such as "stop" or "save", on which the loop will act later. The ranks agreed on them during
+            an evaluation, or each rank set them by itself with `set_trigger(agreed=True)`.
         preempted: whether the ranks agreed to stop for a signal and have saved what had to be saved.
         reason: why the fit ended; empty until it has ended.
     """
@@ -381,7 +381,7 @@ class RunContext:
         log: log of the training: sums of the running epoch, and step values.
         validation: when validations run in a fit.
         ending: what asks a fit to end, and why it has ended.
-        counts: counts of steps and batches that this fit keeps for itself.
+        counts: counts of steps and batches of this fit, which checkpoints do not save.
         resume: the checkpoint that the run resumes from; None without one.
         saver: saves the run, and holds the folders that it saves in.
     """
@@ -440,7 +440,7 @@ class RunContext:
 
     @property
     def precision(self) -> Precision:
-        """Precision of the run: that of the settings, without what the strategy does itself."""
+        """Precision of the run: the precision in the settings, without any part that the strategy handles itself."""
         return self.strategy.precision
 
     @property

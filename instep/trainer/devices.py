@@ -1,4 +1,4 @@
-"""Processes and devices of a Trainer: number of processes, launch, device of each, and torch's global switches."""
+"""Processes and devices of a Trainer: count and launch processes, choose their devices, set torch's global switches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
     """Count the processes of the run on this machine.
 
     Raises:
-        SettingError: the launcher started another number of processes, or a requested device does not exist.
+        SettingError: the launcher started more or fewer processes than the settings ask for, or a requested device
+            does not exist.
     """
     devices, kind = settings.devices, find_device_kind(settings.accelerator)
     launched = environment.launcher != "none"
@@ -85,7 +86,7 @@ def launch(settings: Settings, count: int, command: tuple[str, ...] | None = Non
 
 
 def grace_period(settings: Settings, rank: int) -> float:
-    """Return the seconds that this process has to save and end after a signal.
+    """Return how many seconds after a signal this process is killed, if it has not saved and ended before.
 
     Warn if they are fewer than `grace_period_s`.
     """
@@ -125,7 +126,7 @@ def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -
 
 
 def connect(settings: Settings) -> PartialState:
-    """Connect this process to the others of the run, and return its state.
+    """Connect this process to the other processes of the run, and return its `PartialState`.
 
     Raises:
         SettingError: the process already runs on another kind of device.

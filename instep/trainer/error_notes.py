@@ -61,7 +61,7 @@ def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
 
 def _why_twice(ctx: RunContext) -> str:
     at, source = ctx.position, ""
-    with suppress(OSError, TypeError):  # the source of code that is in no file cannot be read
+    with suppress(OSError, TypeError):  # code that was not loaded from a file has no source to read
         source = inspect.getsource(type(ctx.module).training_step)
     if "backward(" in source or at.earlier_batches + at.batch == ctx.counts.batches_at_start:
         return (
@@ -106,7 +106,7 @@ def add_notes(error: BaseException, ctx: RunContext) -> None:
 
     Args:
         error: an error that ends the run. Errors of this package and of other ranks get no note. Neither do
-            out-of-memory and device errors, since reading the variables of a frame keeps them alive.
+            out-of-memory and device errors, since reading the variables of a frame keeps their tensors in memory.
         ctx: the run.
     """
     if isinstance(error, InstepError) or not isinstance(error, Exception) or is_remote(error):

@@ -213,7 +213,7 @@ def _batch_hooks(
 
 
 def _call_own(module: TrainModule, name: str) -> None:
-    """Call a hook of the module that has a default implementation, unless the module has set the hook to None."""
+    """Call the module's hook `name`, which has a default implementation, unless the module has set it to None."""
     hook = getattr(module, name)
     if hook is not None:
         hook()
@@ -222,7 +222,7 @@ def _call_own(module: TrainModule, name: str) -> None:
 def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list[Any]:
     """Run `predict_step` over all batches.
 
-    If a rank only repeats a batch because others have more, its output is dropped.
+    A rank with fewer batches than another rank repeats a batch; the output of a repeated batch is dropped.
 
     Args:
         ctx: the run.
@@ -295,7 +295,7 @@ def _no_gradients(ctx: RunContext) -> AbstractContextManager[Any]:
 
 
 def _defer(ctx: RunContext, agreed: tuple[Trigger, ...]) -> bool:
-    """Store triggers until the evaluation has ended; return True if it must end at once."""
+    """Store triggers until the evaluation has ended; return True if the evaluation must end at once."""
     ctx.ending.deferred += agreed
     return any(trigger.name == "preempted" for trigger in agreed)
 

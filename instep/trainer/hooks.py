@@ -38,10 +38,13 @@ class ModuleHooks:
         return []
 
     def configure_model(self) -> None:
-        """Create layers here that are too large to create in `__init__`. Called once per run; may be called again."""
+        """Create layers here that are too large to create in `__init__`.
+
+        Each run calls this method, also if an earlier run has already created the layers.
+        """
 
     def prepare_data(self) -> None:
-        """Download and prepare on disk; called on one process (per node with `prepare_data_per_node`)."""
+        """Download data and prepare it on disk; called on one process (per node with `prepare_data_per_node`)."""
 
     def setup(self, stage: str) -> None:
         """Called on every process at the start of `fit`, `validate`, `test` or `predict`, named by `stage`."""
@@ -198,7 +201,7 @@ class ModuleHooks:
         return batch
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add keys of your own (tensors and JSON values) or change `checkpoint["state_dict"]`.
+        """Add keys of your own (tensors and JSON values) to `checkpoint`, or change `checkpoint["state_dict"]`.
 
         Only the keys of rank 0 are saved. If a strategy shards the weights, each rank's state dict has the shards of
         this rank.

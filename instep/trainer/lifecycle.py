@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
-from instep import profilers  # its names load when used
+from instep import profilers  # this package loads each of its names only when the name is used
 from instep.data import DataModule
 from instep.distributed import Triggers
 from instep.distributed.after_error import device_failed, is_device_error
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from instep.loggers.base import Logger
 
 _WORDS = ("last", "best", "auto")  # values of `ckpt_path` that are not paths
-LAST_SAVE_S = 30.0  # seconds that a background save has to end after an error
+LAST_SAVE_S = 30.0  # seconds to wait, after an error, for a background save to end
 # seconds to wait for other ranks if the grace period is infinite, since torch accepts no infinite timeout
 _TOGETHER_S = 86400.0
 
@@ -171,7 +171,7 @@ def _set_up(ctx: RunContext) -> None:
     check_hooks(ctx)
     restarted = run_folder.find_of_restarted_job(ctx) if ctx.fn == "fit" and not ctx.is_trial else None
     folder = trainer.run_folder.path
-    _lease_folders(ctx)  # before the run resumes, since the checkpoint may lie in one of these folders
+    _lease_folders(ctx)  # acquire the folders before the checkpoint is read, since it may lie in one of them
     heartbeat.enter("start" if ctx.ckpt_path is None and restarted is None else "load")
     path, saved = restarted or trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
     trainer._loaded = path and (path if restarted else str(path) if ctx.ckpt_path in _WORDS else ctx.ckpt_path)
@@ -189,7 +189,7 @@ def _set_up(ctx: RunContext) -> None:
         ctx.exit_stack.push(partial(_forget_folder, ctx))
     if not ctx.is_trial:
         start_loggers(ctx, module, ctx.datamodule)
-    _lease_folders(ctx)  # a second call, since the run folder is known only now
+    _lease_folders(ctx)  # acquire also the checkpoint folder in the run folder, which was not known before
     heartbeat.set_folder(trainer.run_folder.path)
     trainer.profiler.setup(ctx.fn, ctx.rank if ctx.world_size > 1 else None, trainer.log_dir)
     if ctx.fn == "fit":
@@ -198,7 +198,7 @@ def _set_up(ctx: RunContext) -> None:
         with ctx.strategy.model_context():
             module.configure_model()
     if not ctx.is_trial:
-        draw_graphs(ctx)  # draw before the strategy changes the module
+        draw_graphs(ctx)  # draw the module's graph before the strategy changes the module
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     _compile(ctx, module)
@@ -227,7 +227,7 @@ class _UnknownPosition:
 
 @contextmanager
 def _unknown_position(ctx: RunContext) -> Iterator[None]:
-    """Raise an error if the position is read in the block and a checkpoint may change it, now or after a restart."""
+    """In the block, raise an error if code reads the position although a checkpoint, found later, may change it."""
     trainer, position = ctx.trainer, ctx.trainer.position
     if ctx.fn == "fit" and (ctx.ckpt_path is not None or (read_job() is not None and not ctx.is_trial)):
         trainer.position = cast("Position", _UnknownPosition())
@@ -317,7 +317,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         lambda: _close_loaders(ctx),
         lambda: _detach(ctx),
         lambda: _wait_for_all(ctx, first),
-        # Pass the traceback too, since context managers in the stack that are generators set it on the error again.
+        # Pass the traceback too: a context manager made from a generator sets the error's traceback to the one it gets.
         _warns(
             "what ends the run",
             lambda: ctx.exit_stack.__exit__(
@@ -343,7 +343,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
 
 
 def _warns(what: str, write: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap `write`, so that an OSError becomes a warning, since the training is done and saved by then."""
+    """Wrap `write`, so that an OSError in it becomes a warning. It is called at the end of a run, after all saves."""
 
     def write_or_warn() -> None:
         try:
@@ -376,7 +376,7 @@ def _best_checkpoint(ctx: RunContext) -> str:
 
 def _abandon(ctx: RunContext, error: BaseException) -> None:
     """Stop waiting for other ranks, since after an error they may never answer."""
-    if hasattr(ctx, "triggers"):  # missing if the processes never connected
+    if hasattr(ctx, "triggers"):  # this attribute is missing if the processes never connected
         ctx.triggers.abandon()
     if hasattr(ctx, "heartbeat"):
         # write the failure first, since the other ranks may end this process once its heartbeat has stopped
@@ -423,7 +423,7 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
     trainer, at = ctx.trainer, ctx.position
     why = ctx.ending.reason if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
     why = why or ("" if error is None else in_short(f"{type(error).__name__}: {error}"))
-    if not ctx.counts.began:  # position, metrics and best checkpoint are still those of an earlier fit
+    if not ctx.counts.began:  # no training in this fit: position, metrics and best checkpoint are of an earlier fit
         time_s = ctx.clock.seconds(0)
         return profilers.RunSummary(why, sum(time_s.values()), steps=0, batches=0, epoch=at.epoch, time_s=time_s)
     saver = trainer.checkpoint_callback
@@ -446,7 +446,7 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
 
 
 def _close_loaders(ctx: RunContext) -> None:
-    if hasattr(ctx, "loaders"):  # missing if the processes never connected
+    if hasattr(ctx, "loaders"):  # this attribute is missing if the processes never connected
         ctx.loaders.close()
 
 

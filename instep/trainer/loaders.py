@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from instep import data as room  # its names load when used: only a run needs the code that prepares loaders
+from instep import data as room  # the code that prepares loaders is imported when a run first uses its names
 from instep.data import BatchSource, DataModule
 from instep.data.base import described
 from instep.data.plan import derive, derive_phases, phase_at, steps_in_phases
@@ -34,7 +34,8 @@ class StageData:
 
     Attributes:
         loaders: what the user gave: a loader, or loaders in a list, dict or tuple; None where there are none.
-        batches: number of batches of each loader on this rank; infinity while unknown. Training has one entry.
+        batches: number of batches of each loader on this rank; infinity while unknown. In training the list has one
+            entry, also for several loaders.
         accumulate: micro-batches per optimizer step.
         phases: mapping from an optimizer step to the value of `accumulate` from that step on; None if it does not
             change over the run.
@@ -92,7 +93,7 @@ def estimate_steps(trainer: Trainer) -> int | float:
 
 
 def accumulation(trainer: Trainer) -> int:
-    """Return the number of micro-batches per optimizer step: of the Trainer's running call, else its argument."""
+    """Return the number of micro-batches per optimizer step in the running call, or else the Trainer's argument."""
     return trainer.settings.accumulate_grad_batches if trainer._ctx is None else trainer._ctx.loaders.accumulate
 
 
@@ -210,7 +211,7 @@ class Loaders:
     def prepare_train(self, raw: Any = None) -> BatchSource:
         """Prepare the training data.
 
-        A second call gives data that is read from its start, apart from the training's data.
+        A second call gives separate data that is read from its start; it does not change the data of the training.
 
         Args:
             raw: the user's loaders; None for the loaders that the training began with.
@@ -253,7 +254,7 @@ class Loaders:
         return max((self.accumulate, *(self.phases or {}).values(), *scheduled))
 
     def begin_windows(self, step: int, batch: int, accumulate: int | None = None) -> None:
-        """Count optimizer windows from this batch of the epoch on, with the accumulation of this optimizer step.
+        """Start to count optimizer windows at the given batch of the epoch, with the accumulation of the given step.
 
         Args:
             step: optimizer steps done.
@@ -336,8 +337,8 @@ class Loaders:
     def validates(self) -> bool:
         """Whether fit has a validation to run. Warn if there is a loader but no `validation_step`."""
         module = self._module
-        # With `reload_dataloaders_every_n_epochs`, the loader method is called only in epochs that validate. Loaders
-        # that were passed to the Trainer's method exist already.
+        # With `reload_dataloaders_every_n_epochs`, do not call the loader method here: it is called only in epochs that
+        # validate. If loaders were passed to the Trainer's method, no loader method is called.
         asked = self.given.get("val") is None and self.settings.reload_dataloaders_every_n_epochs
         later = asked and self.settings.val_limit != 0
         if not (self._has("val") if later else self.evaluation("val")):
@@ -381,9 +382,9 @@ class Loaders:
     # ---- training and evaluation
 
     def _as_first_asked(self) -> AbstractContextManager[None]:
-        """Show loader methods the position at which an uninterrupted run requested the loaders.
+        """Return a context in which a loader method reads the epoch and step of an uninterrupted run's request.
 
-        If this is the first request, record the position.
+        If this is the first request of the loaders, record the position.
         """
         at, ctx, every = self._trainer.position, self._trainer._ctx, self.settings.reload_dataloaders_every_n_epochs
         if every:
@@ -395,7 +396,7 @@ class Loaders:
 
     @contextmanager
     def _as_of(self, epoch: int, global_step: int) -> Iterator[None]:
-        """In the block, show loader methods the epoch and step at which an uninterrupted run requested the loaders."""
+        """In the block, set the Trainer's epoch and step to the given ones, which a loader method may read."""
         at = self._trainer.position
         now = at.epoch, at.global_step, at.epoch_over
         at.epoch, at.global_step, at.epoch_over = epoch, global_step, False
@@ -432,7 +433,7 @@ class Loaders:
     def on_device(self, source: BatchSource, dataloader_idx: int = 0, what: str | None = None) -> Iterator[Any]:
         """Yield the source's batches, each on the device. On CUDA the copy of a batch overlaps with the step before it.
 
-        The module's transfer hooks run unless the datamodule overrides one of the three.
+        If the datamodule overrides at least one of the three transfer hooks, its hooks run; else the module's run.
 
         Args:
             source: batches on the host.

@@ -60,7 +60,7 @@ _EPOCH_HOOKS = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end"} 
 
 
 class ScalarTransfer:
-    """Transfer of scalars to the host: one stacked copy per dtype and device. On a GPU nothing waits for it.
+    """Transfer of scalars to the host: one stacked copy per dtype and device. Only `floats` waits for a GPU.
 
     Args:
         values: 0-dim tensors; numbers are returned unchanged.
@@ -72,7 +72,7 @@ class ScalarTransfer:
         for i, value in enumerate(self.values):
             if isinstance(value, Tensor):
                 spread: Any = value
-                if hasattr(spread, "full_tensor"):  # a DTensor is spread over several ranks
+                if hasattr(spread, "full_tensor"):  # the value is a DTensor, whose parts lie on several ranks
                     value = self.values[i] = spread.full_tensor()
                 groups.setdefault((value.dtype, value.device), []).append(i)
         self._copies: list[tuple[list[int], Tensor]] = []
@@ -202,7 +202,7 @@ class Accumulator:
     def shown(self) -> tuple[str, ...]:
         """Names under which callbacks see a step value.
 
-        With on_epoch, one of them is the plain name, until the epoch's value replaces it.
+        With on_epoch, the step value is shown under the plain name too, until the epoch value takes this name.
         """
         return (self.step_name, self.full_name) if self.on_epoch else (self.full_name,)
 
@@ -357,8 +357,8 @@ class MetricLog:
         counts: whether this rank's values take part in reductions. If several ranks have the same data, only one of
             them counts.
         module: the module with the metric objects.
-        warned: names of hooks whose first batch was checked, so that there is one warning per hook; None for no
-            warnings.
+        warned: names of hooks for which it was checked whether the number of samples in a batch can be known. Each
+            hook is checked once, with a warning if it cannot; None for no checks.
     """
 
     def __init__(
@@ -392,7 +392,8 @@ class MetricLog:
         # values that are already computed, by metric object and suffix
         self._of_loaders: dict[tuple[int, str], float] = {}
         self._outstanding: _Outstanding | None = None
-        self._averages: bool | None = None  # whether any rank averages step values over ranks; None until it is agreed
+        # whether any rank averages step values over ranks; None until the ranks have told each other
+        self._averages: bool | None = None
         self.step_values: dict[str, Any] = {}
         """The last step value of each name (a number or device tensor), for displays; a name is removed when an epoch
         value replaces its step value."""
@@ -526,7 +527,7 @@ class MetricLog:
             )
         suffix = ""
         if self._dataloader_idx is not None:
-            if not options.add_dataloader_idx:  # the value is one for all loaders, so its name has no index
+            if not options.add_dataloader_idx:  # all loaders share one value, whose name has no loader index
                 everywhere = self._accumulators.setdefault((self._hook, None), {})
                 if name in everywhere:
                     known = self._current[name] = everywhere[name]
@@ -729,7 +730,7 @@ class MetricLog:
             for name, values in _by_name(by_rank).items():
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
-                if name in ours:  # this rank is not in the group that averages the other names
+                if name in ours:  # names that are not in `ours` are averaged by a group without this rank
                     # From now on the mean over ranks is shown and saved.
                     metrics[name] = ours[name].last = sum(values) / len(values)
         if not metrics:
@@ -820,7 +821,7 @@ class MetricLog:
     def _loaders_of(self, accumulator: Accumulator) -> frozenset[int] | None:
         """Return the indices of the loaders that a value belongs to.
 
-        Return None if it belongs to all loaders, or if its name has the index.
+        Return None if the value belongs to all loaders, or if its name includes the loader's index.
         """
         if accumulator.options.add_dataloader_idx:
             return None
@@ -831,7 +832,7 @@ class MetricLog:
     # ---- resume
 
     def state_dict(self, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return this rank's open sums and last step values; call it after `bring_to_host`.
+        """Return this rank's sums of the running epoch and last step values; call it after `bring_to_host`.
 
         Args:
             metrics: the module's metric objects by name; their counts are not part of this state.
@@ -873,7 +874,7 @@ class MetricLog:
             options = Options(*given)
             accumulator = known or self._accumulator(saved["key"], 0.0, options)
             accumulator.from_checkpoint = known is None or known.from_checkpoint
-            accumulator.clear()  # the restored sums include what the hooks have logged since the start of this run
+            accumulator.clear()  # drop what hooks have logged since this run's start: the restored sums include it
             accumulator.total, accumulator.weight = saved["total"], saved["weight"]
             accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:

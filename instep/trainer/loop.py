@@ -328,7 +328,8 @@ def begin_epoch(ctx: RunContext) -> None:
     with ctx.strategy.changing_trainable():
         ctx.hooks.call("on_train_epoch_start")
     if plan is not None and inside:
-        # restore the rest after the hook, since the saved state includes what on_train_epoch_start did in the first run
+        # restore log sums and random generators after the hook, since their saved state includes what
+        # on_train_epoch_start did in the first run
         plan.finish()
     ctx.log.enter("training_step")
     ctx.heartbeat.enter("train")
@@ -428,9 +429,9 @@ def settle(ctx: RunContext) -> None:
 
 
 def hand_over_metrics(ctx: RunContext) -> None:
-    """Start to send the values logged since the last call to the loggers.
+    """Start to send the loggers all values that were logged since this function was last called.
 
-    Step values are sent once for each step that is due.
+    Step values are sent only at every `log_every_n_steps`-th step, and only once for this step.
     """
     step, every = ctx.position.global_step, ctx.settings.log_every_n_steps
     due = bool(every) and step % every == 0 and step != ctx.counts.handed_over
@@ -519,8 +520,8 @@ def plan_validation(ctx: RunContext) -> None:
 def waits_for_end(ctx: RunContext) -> bool:
     """Return True if a validation runs at this epoch's end.
 
-    It is planned there, or the data ended before the batch at which it was due. Data whose length is not trusted may
-    end before its claimed number of batches.
+    Either the validation is planned for the end, or the data ended before the batch at which the validation was due.
+    Data whose length is not trusted may end before its claimed number of batches.
     """
     plan, batches = ctx.validation, ctx.source.epoch_batches
     if plan.every is None or batches is None or ctx.settings.check_val_every_n_epoch is None:
@@ -624,7 +625,7 @@ def agree_on_triggers(ctx: RunContext) -> None:
 
 
 def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
-    """Act on the triggers that the ranks agreed on, now and earlier (`Ending.deferred`), all at the same step."""
+    """Act on the triggers in `agreed` and on earlier ones (`Ending.deferred`). All ranks call this at the same step."""
     deferred, ctx.ending.deferred = ctx.ending.deferred, []
     # A validation comes last, since the other triggers must not wait for its end.
     for trigger in sorted((*deferred, *agreed), key=lambda one: one.name == "validate"):
@@ -674,7 +675,7 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
     error = Preempted(message, path)
     # Write the status now, since torchrun sends SIGTERM to the remaining ranks once the first one has ended.
     trainer.stop_reason = trigger.reason
-    with suppress(OSError):  # the status is written again at the run's end, and an error is raised then
+    with suppress(OSError):  # ignore a failure, since the run's end writes the status again, and warns if this fails
         trainer.run_folder.write_status(trainer, error)
     ctx.ending.preempted = True
     raise error

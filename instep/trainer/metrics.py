@@ -83,7 +83,7 @@ class Metrics:
             self._send(to_log, self._trainer.global_step)
 
     def warn_of_training(self, name: str, reader: str) -> None:
-        """Warn once if a callback or scheduler reads a metric whose validation value was replaced by training's.
+        """Warn once if a callback or scheduler reads a metric whose validation value a training value has replaced.
 
         Args:
             name: the metric.

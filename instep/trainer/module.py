@@ -141,8 +141,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
         Returns:
             A dict from names of submodules to styles of `torch.distributed.tensor.parallel`; in a name, `*` stands for
-            any one part. Or None, if this method has split them itself by `parallelize_module(..., mesh["tp"], ...)`,
-            or if the plan of a transformers model should be used.
+            any one part. Or None, if this method has split submodules itself by
+            `parallelize_module(..., mesh["tp"], ...)`, or if the plan of a transformers model should be used.
 
         Example:
             >>> class Model(TrainModule):
@@ -224,8 +224,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             gradient_clip_algorithm: "norm" or "value"; None means the Trainer's algorithm.
 
         Raises:
-            UsageError: the Trainer was given another value or algorithm.
-            SettingError: there is no such algorithm.
+            UsageError: the Trainer has a `gradient_clip_val`, and an argument differs from the Trainer's setting.
+            SettingError: the algorithm is unknown.
         """
         asked = self.trainer.settings
         given = {"gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
@@ -735,7 +735,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             The `torch.jit.ScriptModule`.
 
         Raises:
-            SettingError, UsageError: another method; no input to trace with; a module that is sharded over processes.
+            SettingError: the method is neither "script" nor "trace", or there is no input to trace with.
+            UsageError: the module is sharded over processes.
         """
         from instep import export  # imported late: only an export needs it
 

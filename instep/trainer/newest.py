@@ -105,7 +105,8 @@ class NewestState(ModelCheckpoint):
     def superseded(self, by: ModelCheckpoint, step: int) -> list[str]:
         """Return the checkpoints that a newer full state replaces.
 
-        These are the ones of this callback, and those that a ModelCheckpoint kept only because they were the newest.
+        These are the checkpoints that this callback saved, and the ones that a ModelCheckpoint kept only because they
+        were the newest.
 
         Args:
             by: callback that saves the newer state. If it saves in the background, it deletes only in its own folder.

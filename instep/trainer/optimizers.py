@@ -80,9 +80,9 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 
 
 def _refuse_turns(result: Any, several: bool) -> None:
-    """Raise HookError if several optimizers have a frequency (in Lightning 1 they took turns by it).
+    """Raise HookError if an optimizer has a `frequency`, by which several optimizers took turns in Lightning 1.
 
-    Warn if a single optimizer has one.
+    With a single optimizer, only warn.
     """
     items = [result] if isinstance(result, Mapping | Optimizer) else result
     if all(not isinstance(item, Mapping) or item.get("frequency") is None for item in items):

@@ -1,4 +1,4 @@
-"""`OuterCounts`: keeps what metric objects have counted in training while an evaluation uses the same objects."""
+"""`OuterCounts`: stores the training's counts of metric objects before an evaluation uses the same objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from instep.utils.warn import warn_user
 
 
 class OuterCounts:
-    """Counts of the training's metric objects, kept while the same objects count in an evaluation.
+    """Stored counts of the training's metric objects, while the same objects count in an evaluation.
 
     In an evaluation outside of fit, these are the counts that the Trainer's last fit left in the middle of an epoch.
 
@@ -47,21 +47,22 @@ class OuterCounts:
     def put_back_unused(self) -> None:
         """Restore the metric objects that the evaluation neither updated nor logged, before its end hooks run.
 
-        An object that is logged but has counted nothing belongs to a rank without a sample. It is not restored, since
-        other ranks have counted.
+        If an object was logged but has counted nothing, this rank had no sample. The object is not restored yet, since
+        the counts of other ranks are still to be reduced with it.
         """
         self.note_logged()
         unused = [one for one in self._counts.objects if not one._update_count and id(one) not in self._logged]
         self._counts.put_back(unused)
 
     def note_logged(self) -> None:
-        """Record which metric objects the evaluation has logged, since the log resets these objects."""
+        """Record which metric objects the evaluation has logged; after the log's reset this is no longer known."""
         self._logged = {id(part) for one in self._log.metric_objects for _, part in self._room.with_parts(one)}
 
     def put_back(self) -> None:
-        """Restore the training's counts.
+        """Give the metric objects back the counts that they had in training.
 
-        If the evaluation has updated an object but not logged it, the counts of training and evaluation are added.
+        If the evaluation has updated an object but not logged it, the counts of training and evaluation are added. If
+        they cannot be added, warn, and restore only the training's counts.
         """
         counts, self._counts = self._counts, self._room.Counts([])
         counts.put_back([one for one in counts.objects if id(one) in self._logged or not one._update_count])

@@ -18,7 +18,8 @@ def _folder() -> str | None:
         return None
 
 
-# folder that relative paths among the program's arguments refer to; the program may change it later
+# Working directory at the program's start, to which relative paths among its arguments refer. The program may leave
+# this directory later.
 _STARTED_IN = _folder()
 
 

@@ -278,7 +278,7 @@ def _check_files(loggers: Sequence[Any]) -> None:
 def _alike(one: Any, other: Any) -> bool:
     try:
         return bool(one is other or plain_values(one) == plain_values(other))
-    except (RuntimeError, ValueError):  # comparing tensors or arrays does not result in one bool
+    except (RuntimeError, ValueError):  # tensors and arrays cannot be compared to one bool, so they count as alike
         return True
 
 
@@ -362,7 +362,7 @@ def change_in_run(ctx: RunContext, name: str, value: Any) -> None:
 def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
     """Warn once of each method that nothing calls and that was probably meant as a hook or a loader method.
 
-    The loader method that `fn` itself needs is not warned of: without it, an error names the similar method.
+    There is no warning about the loader method that `fn` needs: if it is missing, an error names the similar method.
     """
     kind = type(owner)
     theirs = [cls for cls in kind.__mro__ if issubclass(cls, base) and not cls.__module__.startswith("instep.")]

@@ -20,7 +20,7 @@ from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
-from instep import checkpoint  # its names load when used
+from instep import checkpoint  # this package loads each of its names only when the name is used
 from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import (
     EXIT_FAILED,
@@ -77,7 +77,7 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.base = self._plain_base = root / folders.RUNS
         self.path: Path | None = None
-        # `delivery` of the first logger with a `save_dir`. The folders of this logger are the run folders.
+        # Attribute `delivery` of the first logger with a `save_dir`. The folders of this logger are the run folders.
         self._decider: Delivery | None = None
         self._visits = False  # whether an evaluation logs into a folder that may belong to another run
         self._made = False  # whether the folder is new
@@ -104,9 +104,10 @@ class RunFolder:
             logger.delivery.attach(self.claim, logger is decider, kinds[:i].count(kinds[i]))
 
     def leave_visited(self) -> None:
-        """Forget a folder that only evaluations have written into, since a fit first looks for a run to resume."""
+        """Forget a folder that only evaluations have written into, so that a fit can look for a run to resume."""
         if self._evaluated:
-            self._claimed = self._claimed if self._visits else self.path  # keep the folder for a new run
+            # if nothing is resumed, the new run uses this folder, unless it may belong to another run
+            self._claimed = self._claimed if self._visits else self.path
             self.path, self._visits, self._evaluated = None, False, False
 
     # ---- choosing the folder: all methods are collective, and rank 0 reads the disk
@@ -361,7 +362,7 @@ class RunFolder:
     def _candidates(self, only: bool) -> list[Path]:
         """List the run folders to search, newest first.
 
-        The folder of a given configuration comes first; with `only`, it is the only one.
+        If a `--config` file lies in a run folder, this folder comes first; with `only`, it is the only one.
         """
         runs = self._asked_runs()
         for folder in self.given:
@@ -385,7 +386,7 @@ class RunFolder:
         return folders.runs_in(self.base, self._decider is not None)
 
     def reached(self, run_id: str) -> int:
-        """Return the step that a run is known to have reached, if this is the run's folder; else 0. Not collective."""
+        """Return the last known step of the run `run_id`, or 0 if this is not the folder of that run. Not collective."""
         return 0 if self.path is None else read_step(self.path, run_id)
 
     def runs_of(self, job: str) -> list[Path]:
@@ -400,7 +401,7 @@ class RunFolder:
     def write_running(self, ctx: RunContext) -> None:
         """Write the status "running" into `status.json`, in place of an earlier run's status.
 
-        If it stays, the run was killed. Collective.
+        A normal end replaces this status, so a status that stays "running" means that the run was killed. Collective.
         """
         if self.path is not None:
             self._facts = _facts_of(ctx)
@@ -597,7 +598,7 @@ def find_of_restarted_job(ctx: RunContext) -> tuple[Path, SavedRun] | None:
     job = read_job()
     if job is None:
         return None
-    program = Path(sys.argv[0]).name  # a SLURM step may run several programs, one after the other
+    program = Path(sys.argv[0]).name  # part of the fit's name, since a SLURM step may run several programs in turn
     ctx.saver.job = f"{job.id}/{program}/{number}"
     if job.restart == 0:
         return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from instep import __version__, checkpoint  # its names load when used
+from instep import __version__, checkpoint  # `checkpoint` loads each of its names only when the name is used
 from instep.checkpoint.edge import loading_state
 from instep.checkpoint.lineage import Line
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names
@@ -199,7 +199,7 @@ def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
     return {"datamodule_hyper_parameters": kept, "datamodule_hparams_name": datamodule._hparams_name}
 
 
-ARRIVE_S = 10.0  # seconds that the other ranks have to join a save after an error
+ARRIVE_S = 10.0  # after an error, seconds to wait for the other ranks, before this rank tries to save alone
 
 
 class TrainerSaver(RunSaver):
@@ -285,14 +285,15 @@ class TrainerSaver(RunSaver):
         hooked = hooked or is_overridden(ctx.module, "on_save_checkpoint", ModuleHooks)
         source = getattr(ctx, "source", None)
         if hooked or not ctx.strategy.holds_all(ctx.optimizers) or (source is not None and source.rank_state):
-            # a hook may wait for the other ranks, and this rank does not know the other ranks' places in their data
+            # This rank cannot save alone: a hook may wait for the other ranks, or a part of the state (weights,
+            # optimizers, position in the data) is only on the other ranks.
             return None
         store = copy.copy(self.store(folder))
         store.ranks = Alone()
         here = ctx.position.global_step, ctx.trainer.run_id
         for found in store.scan():
             if (found.step, found.manifest.run_id) == here:
-                return found.path  # another rank failed earlier and has saved the same state
+                return found.path  # another rank, which failed earlier, has already saved the same state
         restore_rest(ctx)
         with self._saving():
             step, write, info = self._collect(False, {"kind": "full" if whole else "exception"}, alone=True)
@@ -365,7 +366,7 @@ def _has_state(item: Any) -> bool:
     """Return True if an object has a state that changes in training and is saved nowhere else."""
     if isinstance(item, LRScheduler):
         return True
-    # loaders and other iterables are saved with the data
+    # modules are saved with the weights, and loaders and other iterables with the data
     saved_elsewhere = isinstance(item, (nn.Module, type)) or hasattr(item, "__iter__")
     ours = any(base.__module__.partition(".")[0] == "instep" for base in type.mro(type(item)))
     return not saved_elsewhere and not ours and isinstance(item, Stateful)
@@ -415,7 +416,7 @@ def begin(
     state = {} if saved is None else saved.shared
     chosen = state.get("resumed_with") if restarted else None if asked is None else asked.record()
     if asked is not None and ctx.ckpt_path in ("auto", "last") and state.get("resumed_with") == chosen:
-        # the same command runs again, and what `resume` asked for was done in its first run
+        # the same command runs again: its first run has done what `resume` asks for, so now load the whole checkpoint
         parts = checkpoint.Resume(strict=asked.strict)
     plan = ResumePlan(path, saved, parts, checkpoint.ResumeReport(path, parts.parts), chosen)
     if saved is not None and not parts.weights_only:
@@ -548,7 +549,7 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
         here = {clean_name(name): value for name, value in ctx.strategy.model_state().items()}
         shards = ctx.strategy.local_shards({name: here[name] for name in absent if name in here}) or {}
         check_left_out(absent, all_digests_of(shards, absent, absent), path, ctx.module, strict)
-    if report.other_shape and ctx.fn != "fit" and ctx.rank == 0:  # fit prints the report
+    if report.other_shape and ctx.fn != "fit" and ctx.rank == 0:  # a fit prints the report later
         warn_user(str(report))
 
 
@@ -567,7 +568,7 @@ def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
             ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:
         _resume_callbacks(ctx, plan, state["callbacks"])
-    # after the callbacks, since they may have set hyperparameters, such as a learning rate that they found
+    # compare hyperparameters after callbacks are restored, since these may set some, such as a found learning rate
     if ctx.rank == 0 and parts.position and parts.lr is None:
         _warn_of_changes(state["hyper_parameters"], plain_values(ctx.module.hparams), saved.path)
 
@@ -610,7 +611,7 @@ def resume_training(ctx: RunContext, plan: ResumePlan) -> None:
             raise plan.report.explained(error, saved.shared["callbacks"], ctx.callbacks) from error.__cause__
     if parts.lr is not None:
         set_learning_rates(ctx.optimizers, [config.scheduler for config in ctx.schedulers], parts.lr)
-    plan.saved = None  # drop the checkpoint with what was read of it, since `restore_rest` keeps what it needs
+    plan.saved = None  # free what was read from the checkpoint; `restore_rest` keeps the part that it needs
     if plan.resumed_reader is not None and saved is not None:
         plan.restore_rest = _resume_position(ctx, saved)
 
@@ -686,7 +687,7 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
 
     objects = metric_states_module().metric_objects(ctx.module)
     with loading_state(saved.path, "the logged sums"):
-        # load the sums for display now. Hooks may log before `last` loads them again.
+        # Load the sums now, so that they can be shown. `last` loads them again, since hooks may log in between.
         ctx.log.load_state_dict(log, objects)
     rng = saved.random_state(own, strategy.data_rank)
 
@@ -702,7 +703,7 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
 
 
 def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Merge the log's open sums and the counts of metric objects of all ranks that saved the run.
+    """Merge, over all ranks that saved the run, the log's sums of the running epoch and the counts of metric objects.
 
     Only the rank with `owner=True` gets the sums and counts, which would otherwise count twice. All ranks get the last
     step values and the list of metric objects to compute.
@@ -735,10 +736,10 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
     state = saved.shared
     data = state.get("data", None if own is None else own.get("data"))
     if data is None and at.epoch_ended:
-        return  # the next epoch starts at its first batch
+        return  # no position in the data is needed, since the next epoch starts at its first batch
     if data is None:
         by_rank = [each.get("data") or {} for each in saved.ranks()]
-        # each rank's data is at its beginning or at its end, so its place is known
+        # if each rank has read either all or none of its data, the saved state of one rank's data fits all ranks
         if all(each.get("finished") or each.get("batches") == 0 for each in by_rank):
             data = by_rank[0]
     if data is None:
@@ -747,8 +748,8 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
             f"place in the data{_layout(state, ctx)}. Resume as it was saved, or from a checkpoint at an epoch's end.",
             path=saved.path,
         )
-    # At an epoch's end, only data whose state lasts over epochs needs its state. A new data set that cannot load the
-    # state is then allowed.
+    # At an epoch's end, the saved state matters only for data that keeps a state from one epoch to the next. So a new
+    # data set that cannot load the saved state is allowed there.
     with suppress(*[DataError] * at.epoch_ended), loading_state(saved.path, "the data"):
         ctx.source.load_state_dict(data)
     if not at.epoch_ended:

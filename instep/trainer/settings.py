@@ -256,8 +256,8 @@ def resolve(**given: Any) -> Settings:
 
     Args:
         given: any fields of `Settings`. None means the value of the setting's environment variable (such as
-            `INSTEP_PRECISION`, see `instep.utils.env`), or else the default. Only for `check_val_every_n_epoch` is None
-            itself a value.
+            `INSTEP_PRECISION`, see `instep.utils.env`), or else the default. `check_val_every_n_epoch` is the only
+            argument for which None is a value of its own.
 
     Raises:
         SettingError: an unknown name, a wrong value, or two values that contradict each other.

@@ -227,8 +227,7 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and source.plan.corrects))
     # The checks must see the gradients of all optimizers before one of them steps.
     must_prepare = must_prepare or (bool(checks) and len(optimizers) > 1)
-    # If all batches of a window were skipped, optimizers step without gradients, but in the following cases they must
-    # not.
+    # If all batches of a window were skipped, the optimizers step without gradients, except in the following cases.
     needs_loss = scaler is not None or parts.needs_loss or is_overridden(strategy.gradients, "step", Gradients)
 
     def prepare() -> None:
@@ -281,7 +280,7 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) ->
         outputs: list[Any] = []
         before, found = counts.in_window, None
 
-        @torch.enable_grad()  # some optimizers turn gradients off around their step
+        @torch.enable_grad()  # needed because some optimizers turn gradients off in their `step`
         def closure() -> Any:
             nonlocal found
             counts.in_window = before  # L-BFGS calls this several times, and each time the gradients are computed anew

@@ -141,9 +141,9 @@ class Trainer:
             before it is ended; float("inf") for no limit. Under plain torchrun at most 25, since torchrun kills after
             30.
         hang_timeout_s: seconds without a step after which the ranks count as hung: their stacks are written into the
-            run folder and they end with exit code 76, which elastic launchers start again. Starting, loading,
-            saving, compiling, a loop's first batch and its end may take ten times as long. None: the value of the
-            environment variable INSTEP_HANG_TIMEOUT_S.
+            run folder, and they end with exit code 76, after which an elastic launcher restarts them. Starting,
+            loading, saving, compiling, a loop's first batch and its end may take ten times as long. None: the value of
+            the environment variable INSTEP_HANG_TIMEOUT_S.
         name: name of the run in `instep runs` and the dashboard; it does not change the run folder. Without a name they
             show the hyperparameters by which the run differs from its neighbours.
         **unknown: any other argument raises an error that names the replacement.
@@ -237,7 +237,7 @@ class Trainer:
         if isinstance(self.settings.logger, tuple):
             self.loggers  # noqa: B018  they learn of the run folder now: they may be used before the first run
         self.line = Line()
-        # advice in error texts; the command line sets another text
+        # how to provide missing data, for error texts; the `instep` command sets another text
         self.how_to_give_data = "pass loaders or a datamodule"
         self._seed: int | None = None
         self.model: TrainModule | None = None
@@ -520,7 +520,7 @@ class Trainer:
         self.metrics.forget()
 
     def _leave(self, ctx: RunContext) -> None:
-        """Detach a run from the Trainer. It stays known as the last run and can still be saved."""
+        """Detach a run from the Trainer, which remembers its last run, so that this run can still be saved."""
         before, self._ctx = self._last_ctx, None
         if ctx.fn == "fit" or before is None or before.module is not ctx.module:
             self._last_ctx = ctx  # after an evaluation, save_checkpoint must still find the optimizers of the last fit
@@ -663,8 +663,8 @@ class Trainer:
             name: name of the trigger.
             reason: reason for people to read.
             agreed: whether every rank sets the trigger in this same hook of a training batch, because of a value that
-                all ranks know, such as a sum over ranks. Then the loop acts at the end of this step, without an
-                agreement. This has no effect on names of your own.
+                all ranks know, such as a sum over ranks. Then the loop acts at the end of this step, without
+                communication between ranks. `agreed` has no effect on triggers with names of your own.
         """
         if name == "stop":
             self._own_stops.add(reason)

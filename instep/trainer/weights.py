@@ -1,7 +1,7 @@
 """Content of the checkpoints of a Trainer, and making a module from a checkpoint or from a file of weights.
 
 Position, schedulers, callbacks, loggers, data cursor, metrics and hyperparameters are stored once for all ranks, in
-`trainer.json`. Random generators and open log sums are stored for each rank.
+`trainer.json`. Random generators and the log's sums of the running epoch are stored for each rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from instep import checkpoint  # its names load when used
+from instep import checkpoint  # this package loads each of its names only when the name is used
 from instep.checkpoint.edge import (
     anything,
     check,
@@ -213,7 +213,7 @@ def load_datamodule(cls: type[T], path: Location, hparams_file: PathLike | None,
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file of weights, which holds nothing of a datamodule", path=folder)
     shared = saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)).shared
-    from instep.data import DataModule  # imported late: it is not always loaded
+    from instep.data import DataModule  # imported late: only loading a datamodule needs it
 
     saved = shared.get("datamodule_hyper_parameters")
     if saved is None:
@@ -317,9 +317,9 @@ def load_pretrained(
 
 
 def _strictness(module: TrainModule, strict: bool | None) -> bool:
-    """Return whether names must match exactly, as the caller or else the module says.
+    """Return whether names must match exactly: the caller's choice, or the module's if the caller made none.
 
-    Raise SettingError if the two differ.
+    Raise SettingError if both made a choice, and the choices differ.
     """
     own = vars(module).get("strict_loading", None if type(module).strict_loading else False)
     if None not in (own, strict) and own != strict:

@@ -38,7 +38,7 @@ class StepParts:
         full_batches: number of batches at the beginning of the epoch that have the weight `weight_of_full`; `weigh` is
             not called for these.
         weight_of_full: 1 / accumulate_grad_batches.
-        on_loss: called with each loss before its backward, but not with that of a replayed batch.
+        on_loss: called with each loss before its backward, but not with the loss of a replayed batch.
         before_clip: called with the optimizers at the end of a window, before the gradients are clipped.
         needs_loss: whether the optimizers step only at the end of a window that had a loss.
         around: reasons why forward and backward cannot be compiled or recorded as one function; empty if there are
@@ -67,7 +67,7 @@ class StepGuest:
     """Base class of a feature that changes the training step. A method that is not overridden changes nothing.
 
     Args:
-        ctx: context of the run. A trial of steps has a context and guests of its own.
+        ctx: context of the run, or of a trial (steps that are undone afterwards), which has its own guests.
 
     Attributes:
         in_trials: whether the guest also changes steps that are only tried and then undone.
@@ -85,14 +85,14 @@ class StepGuest:
     def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
         """Return the batches for the step method `name`.
 
-        `place` holds the loop's position, such as the loader's index.
+        `place` holds details of the loop that reads the batches, such as its log and the loader's index.
         """
         return batches
 
     def step_method(self, name: str, step: Step) -> Step:
         """Return the step method `name` or a wrapper of it.
 
-        It takes (batch, batch_idx), in evaluation a dataloader_idx too.
+        The returned function takes (batch, batch_idx), and in evaluation also a dataloader_idx.
         """
         return step
 
@@ -155,7 +155,7 @@ def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
 
 
 def note_samples(ctx: RunContext) -> None:
-    """Record the position at an epoch's start in the run folder, from which the samples of a step can be listed."""
+    """Write the position at an epoch's start into the run folder, so that the samples of a step can be listed later."""
     folder, at, loaders = ctx.trainer.run_folder.path, ctx.position, ctx.loaders
     if ctx.rank == 0 and folder is not None and not ctx.is_trial:
         accumulate = loaders.accumulate if ctx.module.automatic_optimization and not loaders.phases else None

@@ -12,11 +12,11 @@ class GarbageCollection(StepGuest):
     """Feature (guest) that collects garbage every N optimizer steps, and turns Python's automatic collection off.
 
     Python collects garbage when enough objects have been created. Each rank reaches this number at a different time,
-    and then all other ranks wait for this rank.
+    and each time all other ranks wait for the rank that collects.
     """
 
     def finish(self, parts: StepParts) -> None:
-        """Make the step collect garbage if it completes N optimizer steps."""
+        """Wrap the step, so that it collects garbage each time when N more optimizer steps are done."""
         at, step, every = self.ctx.position, parts.step, self.ctx.settings.gc_every_n_steps or 1
         if gc.isenabled():
             gc.disable()

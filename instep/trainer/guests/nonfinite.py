@@ -193,7 +193,7 @@ class NonFiniteGuard(StepGuest):
 
     def _leave_out(self, optimizer: Optimizer) -> None:
         self._strategy.gradients.forget(optimizer)
-        # a step that the scaler skips does not count, but this step counts, for schedulers too
+        # A step that the scaler skips is not counted. This step must be counted, also by schedulers.
         self._strategy.gradients.step_was_skipped = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
 
@@ -339,12 +339,13 @@ def host_may_wait(device: torch.device) -> bool:
 
 
 def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Compute the norm of each tensor. A norm is not finite if its tensor is not, or nearly overflows."""
+    """Compute the norm of each tensor. A norm is not finite if a value of the tensor is not, or nearly overflows."""
     if not tensors:
         return None
     # Of a sharded tensor, only this rank's shard counts here: the reports of all ranks are gathered.
     tensors = [getattr(t, "_local_tensor", t) for t in tensors]
-    norms = torch._foreach_norm([t._values() if t.is_sparse else t for t in tensors])  # one kernel on a GPU
+    # on a GPU, this computes all norms in one kernel
+    norms = torch._foreach_norm([t._values() if t.is_sparse else t for t in tensors])
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [(norm * 0).to(device, torch.float32) for norm in norms]
     return torch.stack(tuple(norms))

@@ -28,7 +28,7 @@ class OneGraph(StepGuest):
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
-        # texts of given warnings, since each epoch makes its step anew and would repeat them
+        # texts of earlier warnings, which would be repeated in each epoch, since each epoch makes its step anew
         self._warned: set[str] = set()
         self.captured: cuda_graphs.CapturedStep | None = None
         self._compiled: Callable[..., Any] | None = None
@@ -77,7 +77,7 @@ class OneGraph(StepGuest):
     def _recorded(self, parts: StepParts, recorder: cuda_graphs.Recorder) -> Step:
         """Make the function that replays forward, loss and backward of one batch as a CUDA graph.
 
-        Batches after the first `full_batches` run without the graph.
+        The first `full_batches` batches of an epoch use the graph, and the later ones run without it.
         """
         ctx, log, buffer, train = self.ctx, self.ctx.log, self.ctx.log.buffer, parts.forward_backward
         if self.captured is None:
@@ -92,7 +92,7 @@ class OneGraph(StepGuest):
                 captured.replayed = False
                 return normal(batch, batch_idx)
             output = captured(batch, batch_idx, normal)
-            if captured.replayed:  # without a replay, `normal` has drained the log and counted the batch
+            if captured.replayed:  # if the graph was not replayed, `normal` has already done the following
                 if buffer:
                     log.drain()
                 ctx.counts.in_window += 1
@@ -117,7 +117,7 @@ class OneGraph(StepGuest):
 
         def train_compiled(batch: Any, batch_idx: int) -> Any:
             weight = weigh(batch_idx)
-            if not weight:  # nan times a weight of 0 is nan: the step without the graph handles such a batch
+            if not weight:  # a loss of nan stays nan with the weight 0, which only the step without the graph handles
                 return train(batch, batch_idx)
             if ctx.counts.in_window == 0:
                 zero_grad()
@@ -125,7 +125,7 @@ class OneGraph(StepGuest):
             if buffer:
                 log.drain()
             if not done:
-                # this returns None for a skipped batch, and raises an error for a wrong output
+                # `loss_of` returns None for a skipped batch, and raises an error for a wrong output
                 return loss_of(output, ctx)
             ctx.counts.in_window += 1
             return output

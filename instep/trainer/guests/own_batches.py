@@ -1,4 +1,4 @@
-"""Steps that take their batches themselves: `training_step(self, dataloader_iter)`, also evaluation steps."""
+"""Training and evaluation steps that take their batches themselves, such as `training_step(self, dataloader_iter)`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
     """Iterator that a step gets in place of a batch. The step takes its batches from it.
 
     `next` returns (batch, batch_idx, dataloader_idx); the batch is on the device and has passed the transfer hooks. The
-    iterator ends with the epoch, or with the loader. A step takes one batch or more. A batch that a step keeps for the
-    next step is lost in a resume. If a step runs out of batches before its end, its StopIteration ends the epoch, and
-    the batches that it had taken train nothing. All ranks take the same number of batches.
+    iterator ends when the epoch, or in evaluation the loader, has no batch left. A step takes one batch or more. A
+    batch that a step keeps for the next step is lost in a resume. If a step runs out of batches before its end, its
+    StopIteration ends the epoch, and the batches that it had taken train nothing. All ranks take the same number of
+    batches.
 
     Args:
         batches: batches of `source`, on the device.
-        source: where the batches come from; its `share` belongs to the current batch.
+        source: source of the batches; `source.share` has the numbers of samples in the current batch.
         first: number of batches of the epoch that are done already.
         dataloader_idx: index of the loader.
         limit: maximum number of batches; None for all.

@@ -58,7 +58,7 @@ def prepare(trainer: Trainer, module: TrainModule) -> Any:
 class _Silenced(Callback):
     """Stand-in for a callback that is left out.
 
-    It accepts that callback's saved state, so that every state has an owner.
+    It accepts the saved state of that callback, so that nothing warns of a saved state without a callback.
     """
 
     def __init__(self, key: str) -> None:
@@ -90,7 +90,8 @@ class _Recorder(Callback):
     def __init__(self, order: dict[str, Any]) -> None:
         self._left: int = order["steps"]
         self._output = Path(order["output"])
-        self._returned: Any = None  # what training_step returned, for the record of a step that fails after it
+        # what training_step returned, to be recorded if the step fails after training_step has returned
+        self._returned: Any = None
 
     def watch(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `training_step`, so that the recorder knows what it returned."""
@@ -127,7 +128,7 @@ class _Recorder(Callback):
             self._end(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if hasattr(self, "_file"):  # the failed step may be the one that the user looks for
+        if hasattr(self, "_file"):  # record the failed step too, since the user may be looking for this step
             self._step += 1
             self._note(trainer, trainer.progress.batch_idx, self._returned)
             self._write(trainer, error=f"{type(exception).__name__}: {exception}")

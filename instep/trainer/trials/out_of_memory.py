@@ -3,8 +3,8 @@
 A rank that runs out of memory in the middle of a step leaves the others waiting in a collective that it never enters.
 Inside of `out_of_memory`, every collective (of the user, DDP, FSDP or DTensor) therefore begins only once all ranks
 have reported that they are well. A rank that ran out of memory reports this in place of its next collective, and the
-other ranks leave their step by an error. The memory of a collective is allocated before the report, so that it cannot
-fail after it.
+other ranks leave their step by an error. The memory of a collective is allocated before the report, so the collective
+cannot run out of memory after the report.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def out_of_memory(function: Callable[[], Any], doing: str) -> str:
 
 
 class _LeftElsewhere(Exception):
-    """Exception that ends the function at a collective on this rank, because an error has ended it on another rank."""
+    """Exception that leaves the running steps at a collective of this rank, since they failed on another rank."""
 
 
 class _Turnstile(TorchDispatchMode):

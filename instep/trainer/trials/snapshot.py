@@ -82,8 +82,8 @@ class Snapshot:
     def keep_plain_attributes(self, module: nn.Module) -> None:
         """Record the plain attributes of a module and its parts, and which parameters need gradients.
 
-        This does not include weights, buffers, parts and hooks. This is for a run that may move the module: the module
-        then keeps its device and its new attributes.
+        Weights, buffers, submodules and hooks are not recorded. So if the module is moved to another device before
+        `restore`, it stays on this device, and keeps its new attributes.
         """
         with torch.inference_mode(False):
             for part in module.modules():

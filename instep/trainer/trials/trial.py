@@ -44,7 +44,7 @@ _HOOKS = {  # hooks in which a trial may be made, since no batch is being proces
     "test": ("on_test_start", "on_test_epoch_start"),
     "predict": ("on_predict_start", "on_predict_epoch_start"),
 }
-_NEVER = "never"  # interval of schedulers in a trial, in which they never step
+_NEVER = "never"  # interval of all schedulers in a trial: neither "step" nor "epoch", so they never step
 
 
 class Trial:
@@ -334,7 +334,7 @@ class Trial:
         why = out_of_memory(lambda: self._run_steps(steps), f"trying batches ({self._run.fn})")
         self._close_data()
         if why:
-            # the error's frames hold the tensors of the step, in a reference cycle
+            # collect garbage, since the error's frames hold the tensors of the step in a reference cycle
             clear_device_cache(garbage_collection=True)
             self._reset()
             self._module._log_into(self._ctx.log.buffer)
