@@ -36,14 +36,14 @@ IGNORED = {"attention_mask": 0, "loss_mask": 0, "sequence_ids": 0, "labels": -10
 
 
 class UnitCount(Callback):
-    """Base class of `Tokens` and `Samples`, which count a unit over all ranks and act when the count reaches numbers.
+    """Base class of `Tokens` and `Samples`: count a unit over all ranks, and act when the total reaches given numbers.
 
     Args:
         maximum: count at which the run ends, at the first optimizer step that reaches it; None for no limit.
-        val_every: units between validations: one runs after each step that passes a multiple of it. None for no
-            validations.
-        save_every: units between checkpoints: one is saved after each step that passes a multiple of it. None for no
-            saves.
+        val_every: units between validations. A validation runs after each step at which the total passes a multiple of
+            this number. None for no validations.
+        save_every: units between checkpoints. A checkpoint is saved after each step at which the total passes a
+            multiple of this number. None for no saves.
         log: whether to send the total to the loggers.
 
     Attributes:

@@ -35,7 +35,7 @@ class CountedSchedule(Schedule):
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state, of numbers and strings only."""
         state = super().state_dict()
-        del state["_counter"]  # the counter is a callback, which is saved by itself
+        del state["_counter"]  # the counter is a callback, and checkpoints save callbacks separately
         return state
 
 
