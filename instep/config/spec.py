@@ -1,4 +1,4 @@
-"""Make the `LaunchSpec` for the engine, from the settings of a launch and the place of this node in the job."""
+"""Make the `LaunchSpec`, which says what to launch, from the settings and the position of this node in the job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instep.utils.warn import warn_user
 
 
 class Node(NamedTuple):
-    """Place of one node's agent among the agents of all nodes.
+    """Position of one node's agent among the agents of all nodes, and the address at which they connect.
 
     Args:
         num_nodes: number of nodes in the job.
@@ -39,13 +39,13 @@ class Node(NamedTuple):
 
 
 def started_node(environ: Mapping[str, str] | None = None) -> Node | None:
-    """Return this node's place in the job, from the variables of srun or mpirun.
+    """Return this node's position in the job, from the variables of srun or mpirun.
 
     Args:
         environ: environment variables; None: `os.environ`.
 
     Returns:
-        The place; None if this process is the only agent, or the user gives its place in settings.
+        The position; None if this process is the only agent, or the user gives its position in settings.
 
     Raises:
         UsageError: several agents were started on this node.
@@ -111,7 +111,7 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
     _warn_of_unused(launch, num_nodes, c10d)
     nproc = count_ranks(launch, num_nodes)
     if settings.ray is not None and not c10d:
-        nproc, num_nodes = nproc * num_nodes, 1  # Ray chooses the machines, and where the ranks connect
+        nproc, num_nodes = nproc * num_nodes, 1  # Ray itself divides all ranks among the machines
     return LaunchSpec(
         nproc,
         tuple(("-m", *program) if module else program if python else program[1:]),
