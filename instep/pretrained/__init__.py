@@ -71,7 +71,7 @@ def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: s
 
 def _json_of(value: Any, name: str) -> Any:
     """Convert a hyperparameter to JSON; the types of the constructor's arguments can restore it from this form."""
-    # pydantic finds enum members by their values; instep's reader finds them by value and by name
+    # write an enum member's value, by which pydantic finds it, or else its name; instep's reader accepts both
     if isinstance(value, Enum):
         return value.value if isinstance(value.value, bool | int | str) else value.name
     if value is None or isinstance(value, bool | int | str):
@@ -171,7 +171,7 @@ def _send(
 
 
 def _whole_state(module: TrainModule) -> dict[str, Any]:
-    """Return a module's whole state dict, at least on the main process; ranks that share weights all call this."""
+    """Return a module's state dict, complete at least on the main process. All ranks must call this."""
     trainer = module._trainer
     ctx = None if trainer is None else trainer._ctx or trainer._last_ctx
     if ctx is None or ctx.module is not module:

@@ -44,7 +44,7 @@ class PretrainedExport(Callback):
         part: name of the model within the module, such as "model" or "student.lm"; None: the only submodule that has
             `save_pretrained`.
         tokenizer: tokenizer, processor or other object with `save_pretrained`, which is written too; None: nothing.
-        keep: number of exports that are kept, counted up to the newest step of this run; None keeps all.
+        keep: number of exports that are kept; None keeps all. After a resume, exports of later steps do not count.
         max_shard_size: maximum size of a file, such as "5GB".
         background: whether a thread writes the files, and the next export waits for it. The weights are copied at once.
 
@@ -127,7 +127,7 @@ class PretrainedExport(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         thread, self._thread = self._thread, None
-        if thread is not None:  # if a thread is left, `on_train_end` did not run, so the fit raises its own error
+        if thread is not None:  # an error ended the fit before `on_train_end`; so a failed export only warns here
             thread.join()
         error, self._error = self._error, None
         if error is not None:
