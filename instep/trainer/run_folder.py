@@ -386,7 +386,7 @@ class RunFolder:
         return folders.runs_in(self.base, self._decider is not None)
 
     def reached(self, run_id: str) -> int:
-        """Return the last known step of the run `run_id`, or 0 if this is not the folder of that run. Not collective."""
+        """Return the last known step of the run `run_id`, or 0 if this is not its run folder. Not collective."""
         return 0 if self.path is None else read_step(self.path, run_id)
 
     def runs_of(self, job: str) -> list[Path]:
