@@ -58,7 +58,7 @@ class TorchDynamoPlugin:
 
 
 def compile_asked_for(
-    compile: Any,  # named as in torch, although the name hides the builtin `compile`
+    compile: Any,  # this argument is named as in torch, although the name hides the builtin
     plugin: TorchDynamoPlugin | None,
     backend: str | None,
 ) -> CompileConfig | None:

@@ -86,8 +86,8 @@ def prepare_loader(
             `use_distributed_sampler=False`, and loaders that instep would have to rebuild.
         even_batches: whether all ranks run the same number of steps. If False, a rank that has no more data ends
             earlier than the others; it neither replays a batch with weight 0 nor stops the others. Then `num_batches`
-            differs per rank. Only if a dispatched batch before the last one has fewer samples than there are ranks, do
-            ranks without a sample still replay one.
+            differs per rank. A rank without a sample still replays one if a dispatched batch that is not the last
+            one has fewer samples than there are ranks.
         stateful: whether to read a plain `DataLoader`'s iterable data through torchdata's StatefulDataLoader, which
             resumes without reading the data again (`stage="train"` only). For map-style data nothing changes.
         streams: how data without a length is divided, as in `Trainer(streams=...)`. "auto" divides the data if the

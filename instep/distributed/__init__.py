@@ -3,7 +3,7 @@
 With one process all functions work in the same way, and nothing is sent.
 
 Checked mode (`INSTEP_DEBUG=1`, or `PartialState(debug=True)`): before each of these collectives all ranks compare the
-operation, the names, shapes and dtypes of what they pass, and the file and line that called. At the first difference,
+operation, the names, shapes and dtypes of what they pass, and the file and line of the call. At the first difference,
 every rank raises an error that shows the calls of all ranks. If a rank does not arrive within the process group's
 time-out, the error names the rank and its last collective. Checked mode costs a message and a record in torch's
 key-value store per collective, so use it only to find a bug.

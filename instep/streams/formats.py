@@ -207,7 +207,7 @@ class Tar(Ranges):
 
 
 def _members(raw: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Yield the tar members in some bytes, each with its content; if one is not a plain file, tarfile reads them."""
+    """Yield the tar members in a piece of an archive, with their contents; tarfile reads a piece with special files."""
     at, plain = 0, []
     while at + _BLOCK <= len(raw):
         member = tarfile.TarInfo.frombuf(raw[at : at + _BLOCK], "utf-8", "surrogateescape")

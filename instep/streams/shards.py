@@ -155,7 +155,7 @@ def _pieces(shard: Shard, options: Mapping[str, Any]) -> Iterator[bytes]:
         raise
     except FileNotFoundError as error:
         raise DataError("it is missing. Check the path") from error
-    except Exception as error:  # each file system of fsspec has its own error classes
+    except Exception as error:  # any class, since each file system of fsspec has its own
         raise _ReadFailed(f"reading failed at byte {done:,}: {error}") from error
     if compression is None and done != shard.size:
         raise _ReadFailed(f"reading ended at byte {done:,} of {shard.size:,}")
@@ -202,7 +202,7 @@ def _naming(what: str) -> Iterator[None]:
         yield
     except ImportError:
         raise
-    except Exception as error:  # each file system of fsspec has its own error classes
+    except Exception as error:  # any class, since each file system of fsspec has its own
         why = "it is missing. Check the path" if isinstance(error, FileNotFoundError) else error
         raise DataError(f"{what}: {why}") from error
 
