@@ -81,7 +81,7 @@ class Check:
     choices: tuple[str, ...] = ()
 
     def __call__(self, name: str, value: Any) -> Any:
-        with suppress(ValueError, OverflowError):  # `holds` may raise one, as for an integer with too many digits
+        with suppress(ValueError, OverflowError):  # an integer with too many digits makes `holds` raise an error
             if self.holds(value):
                 return self.resolve(value)
         raise one_of(name, value, self.choices) if self.choices else wrong(name, value, self.expected)

@@ -53,7 +53,7 @@ _PEAKS: dict[str, tuple[float, ...]] = {
     "mi355x": (78.6, 157.3, 0, 2500, 2500, 5000),
     "mi325x": (81.7, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
     "mi300x": (81.7, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
-    "mi250x": (23.9, 23.9, 0, 191.5, 191.5, 0),  # peak of one of its two dies, since torch shows each die as a device
+    "mi250x": (23.9, 23.9, 0, 191.5, 191.5, 0),  # peak of one of the MI250X's two dies: torch shows each as a device
     "mi210": (22.6, 22.6, 0, 181, 181, 0),
 }
 

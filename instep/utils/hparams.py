@@ -108,7 +108,7 @@ def as_container(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if type(value).__module__.startswith(("pydantic.", "pydantic_core.")) and not hasattr(value, "get_secret_value"):
-        return sys.modules["pydantic_core"].to_jsonable_python(value)  # for example a URL of pydantic
+        return sys.modules["pydantic_core"].to_jsonable_python(value)  # objects such as a URL of pydantic
     return value
 
 

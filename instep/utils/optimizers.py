@@ -107,7 +107,7 @@ def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
     """Check the saved state of a scheduler and return it; raise TypeError if another class of scheduler saved it."""
     own = scheduler.state_dict()
     check_alike(own, saved, type(scheduler))
-    # SequentialLR and ChainedScheduler save the states of their inner schedulers under this key.
+    # SequentialLR and ChainedScheduler save the states of their inner schedulers under the key `_schedulers`.
     if "_schedulers" in own and "_schedulers" in saved:
         for part, state in zip(scheduler._schedulers, saved["_schedulers"], strict=True):
             checked_schedule(part, state)

@@ -601,7 +601,7 @@ def successor(name: str) -> str | None:
     root, _, rest = name.partition(".")
     parents, _, leaf = rest.rpartition(".")
     if leaf == "ModelSummary" and parents.startswith("utilities"):
-        leaf = "summarize"  # this class is a function in instep, whose ModelSummary is a callback
+        leaf = "summarize"  # the function that replaces the class; ModelSummary of instep is a callback
     # A capital in `parents` means that the name is an attribute of a class, which no table has.
     return None if parents != parents.lower() else moved().get(root, {}).get(leaf)
 

@@ -136,7 +136,7 @@ def _let_infos_through(log: logging.Logger) -> None:
     log.setLevel(logging.INFO)
 
 
-_INNER = 3  # number of frames of lightning-utilities between these functions and `warnings.warn`
+_INNER = 3  # number of frames of lightning-utilities between a function of this file and `warnings.warn`
 
 
 def _library() -> Any:
