@@ -22,7 +22,8 @@ from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import INDEX_BYTES, clean, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
-QUEUE_RECORDS = 2_000  # largest number of records in memory; to move more to the file takes several milliseconds
+# Largest number of records in memory; moving more of them to the file at once would delay a step by milliseconds.
+QUEUE_RECORDS = 2_000
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20
 _LOST_BYTES = 16 * _QUEUE_BYTES  # limit for the records in memory while the disk is full

@@ -167,7 +167,7 @@ class Logger:
         flush_timeout_s: float = 30.0,
         **unknown: Any,
     ) -> None:
-        for given in unknown:  # unlike Python's own error, this one names the class and a similar argument
+        for given in unknown:  # unlike Python's own error, this error names the class and a similar argument
             known = inspect.signature(type(self)).parameters
             names = dict.fromkeys([*known, *inspect.signature(Logger).parameters])
             for kind in ("self", "options", "unknown", "kwargs"):

@@ -70,7 +70,7 @@ class CometLogger(Logger):
         self._offline_directory = kwargs.get("offline_directory")
 
     def _start(self) -> None:
-        # Set before Comet is imported, since its import would otherwise patch torch.
+        # Set this variable before Comet is imported, since the import would otherwise patch torch.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         comet = require("comet_ml", extra="comet", purpose="CometLogger")
         offline = not comet.get_config().get_bool(self._online, "comet.start.online", default=True)
@@ -112,7 +112,7 @@ class CometLogger(Logger):
             name = f"{key}-{messages.parent.name}.zip"
             utils.create_experiment_archive(str(self._archives), name, record, getLogger("comet_ml"))
             rmtree(record)
-        # Comet writes into Python's temporary folder, and has no setting for another one.
+        # Comet writes into Python's temporary folder, and has no setting for another folder.
         elsewhere, tempfile.tempdir = tempfile.tempdir, str(records)
         drawn = random.getstate()
         # Comet draws the archive's name from `random`. With the first run's seed, a resumed run would draw the same

@@ -45,7 +45,7 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)  # registered only once, since fork handlers cannot be removed
+    os.register_at_fork(after_in_child=_close_in_child)  # done only once, since fork handlers cannot be removed
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Delivery:
         self._note = Path()  # path of the note: a JSON file beside the backlog
         self._backlog: Backlog | None = None
         self._marks = Marks(exact=writer.is_local)
-        self.in_doubt = 0  # number of records at the front that a failed call may have sent in part
+        self.in_doubt = 0  # number of first records in the queue of which a failed call may have sent some
         self._has_escaped = False
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from instep.utils.warn import warn_user
 
 NAME = "hparams.yaml"
 
-_MAX_ITEMS = 64  # a tensor or array with more elements is described by its shape and dtype
+_MAX_ITEMS = 64  # a tensor or array with more than 64 elements is described by its shape and dtype
 
 
 def plain(value: Any) -> Any:

@@ -29,7 +29,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 Cell: TypeAlias = "bool | int | float | str | None"
 
 _CHANNELS = (1, 3, 4)
-_MOST_PATCH_BYTES = 2**20  # bytes; a larger patch is not stored, since it likely contains data files
+_MOST_PATCH_BYTES = 2**20  # limit in bytes; a larger patch is not stored, since it likely contains data files
 
 
 @dataclass(frozen=True, eq=False)

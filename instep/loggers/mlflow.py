@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # MLflow's limits for the metrics and parameters of one request
 _WRONG = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED", "UNAUTHENTICATED", "BAD_REQUEST")
-# By default MLflow repeats a failing request for 4 minutes, in which nothing else is sent. This is not needed, since
-# the logger's thread repeats it.
+# By default MLflow repeats a failing request for 4 minutes, in which nothing else is sent. MLflow need not do this,
+# since the logger's thread sends the records again.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 

@@ -52,7 +52,7 @@ class RowFile(OutputFile, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         self.rows, self.later_rows, self._had = 0, [], (0, frozenset())
         path = folder.absolute() / self.NAME
-        self.appended = AppendedFile(path)  # if this raises an error, it comes before the first training step
+        self.appended = AppendedFile(path)  # an error is raised here, before the first training step
         with self.appended.turn():
             if path.stat().st_size:
                 self._take_over(path, keep, last_step)

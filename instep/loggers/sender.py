@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
 
-# Before Python 3.11 this class is not the builtin TimeoutError.
+# Before Python 3.11, the TimeoutError of concurrent.futures is not the builtin class.
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from pathlib import Path
@@ -62,7 +62,7 @@ class Sender:
         """Error of the last attempt to send; None while sending works."""
         self.is_begun = False
         self._is_started = False  # whether the tracker is open, so that it must be closed at the end
-        self._left_over = 0  # number of records at the front that an earlier process left
+        self._left_over = 0  # number of records at the front of the queue that an earlier process left
         self._books, self._name = books, name
         self._failures = 0
         self._singly = 0  # number of records to send one by one, after a failure to send them together
@@ -237,7 +237,8 @@ class Sender:
                 self.backlog.drop(written, self._books.writer.file.row_count())
                 left -= written
                 self._failures, self._singly = 0, max(0, self._singly - written)
-                if time.monotonic() > self._noted_s + _PERIOD_S:  # do this regularly, even if new records keep coming
+                # Update the logger's note file regularly, even if new records keep coming.
+                if time.monotonic() > self._noted_s + _PERIOD_S:
                     self._rest()
                 self._run_tasks(())
             self.error = None

@@ -83,7 +83,7 @@ class SwanLabLogger(Logger):
 
     def _init(self) -> Any:
         folder = self._log_dir or (self._save_dir or self.delivery.folder) / "swanlog"
-        # SwanLab must not ask questions on the terminal, since this is a thread in the background.
+        # SwanLab must not ask questions on the terminal, since the logger runs in a background thread.
         given = {"settings": self._swanlab.Settings(interactive=False), **self._given}
         try:
             return self._swanlab.init(

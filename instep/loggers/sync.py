@@ -86,7 +86,7 @@ def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None 
     check_no_link(folder)
     for file in sorted(folder.glob("*.jsonl")):
         if file.name.endswith(".refused.jsonl") and file.with_name(file.name.replace(".refused", "")).exists():
-            continue  # refused records are sent together with those of the file without ".refused"
+            continue  # these refused records are sent together with the records in the other file
         note = file.with_name(file.name.removesuffix(".jsonl").removesuffix(".refused") + ".json")
         yield _send(run, note, timeout_s, ask or _refuse)
 

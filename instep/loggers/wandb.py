@@ -212,7 +212,7 @@ class WandbLogger(Logger):
 
     def _init(self, wandb: Any, mode: str) -> Any:
         known = wandb.Settings.model_fields if hasattr(wandb.Settings, "model_fields") else {}
-        # Older versions of W&B do not have all these settings, so only known ones are passed.
+        # Older versions of W&B lack some of these settings, so pass only the settings that this version has.
         limits = {
             "init_timeout": self._init_timeout_s,
             "login_timeout": self._init_timeout_s,
