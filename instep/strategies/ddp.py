@@ -209,7 +209,7 @@ class DDPStrategy(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        # A copy: jsonargparse would trace the dict `ddp_options` itself to torch's class, and pass all its defaults.
+        # Copy `ddp_options`: jsonargparse would trace the dict itself to torch's class, and pass that class's defaults.
         self.ddp_options = {**ddp_options, **{option: value for option, value in own.items() if value}}
         if not broadcast_buffers:
             # Newer versions of torch have another name for this option, and warn about the old one.
@@ -309,7 +309,7 @@ class DDPStrategy(Strategy):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         if not again:
             with torch.no_grad():
-                for tensor in quantized_tensors(module):  # tensors that are no parameters, which DDP ignores
+                for tensor in quantized_tensors(module):  # DDP ignores these tensors, since they are no parameters
                     tensor.copy_(broadcast(tensor))
         ddp = NamingDDP(
             module,
@@ -458,7 +458,7 @@ def _trainable(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _of_optimizers(tree: Any) -> Any:
-    """Return a state with only its optimizer states, since each rank has a part of these and the same weights."""
+    """Return only the optimizer states in a state: each rank has a part of them, but weights are equal on all ranks."""
     if isinstance(tree, list):
         return [part for part in map(_of_optimizers, tree) if part is not None] or None
     return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None

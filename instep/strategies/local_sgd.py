@@ -167,7 +167,7 @@ class PostLocalSGD:
         self._part()
         if own and "module" in state:
             self._module.load_state_dict(state["module"])
-            # Checkpoints of older versions have a single optimizer state here.
+            # Checkpoints of older versions of instep have a single optimizer state, under the key `optimizer`.
             trees = state["optimizers"] if "optimizers" in state else [state["optimizer"]]
             for optimizer, tree in zip(self._optimizers, trees, strict=True):
                 load_optimizer_state(self._module, optimizer, tree)

@@ -25,7 +25,7 @@ from instep.utils.untrusted_files import parse_object
 # a JSON text about the quantized weight.
 _ABOUT = "weight.quant_state.bitsandbytes__"
 _OFFSET = "nested_offset"  # the only value in the JSON text of bitsandbytes that depends on the weight
-_FORMAT = "weight_format"  # obsolete: bitsandbytes has only one 8-bit format now
+_FORMAT = "weight_format"  # an obsolete entry, since bitsandbytes has only one 8-bit format now
 _ABOUT_BYTES = 256  # size of the padded JSON, so that its tensor has the same shape in every model
 
 
