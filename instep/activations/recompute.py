@@ -146,7 +146,7 @@ def _forward(
         # once.
         context_fn = _keeping(_operators("aten", _ATTENTION))
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
-    if kwargs:  # these go through `partial`, since one of them may have the name of an option of `checkpoint`
+    if kwargs:  # passed by `partial`, since one of them may have the name of an option of `checkpoint`
         own = partial(own, **kwargs)
     return checkpoint(own, *args, use_reentrant=False, **options)
 
@@ -176,7 +176,7 @@ class _BuffersKept:
         for _, buffers, name in self._powers:
             self._vectors.append({key: buffers[key].clone() for key in (f"{name}_u", f"{name}_v")})
 
-    def __enter__(self) -> None:  # this is entered once for each backward through the same graph
+    def __enter__(self) -> None:  # this context is entered once for each backward through the same graph
         with ExitStack() as stack:
             for norm in self._norms:
                 stack.callback(setattr, norm, "momentum", norm.momentum)

@@ -55,7 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Estimate the memory for each combination of settings, and print the table."""
-    from instep.activations.checkpointing import recomputed  # imported late, since it loads torch, as the next ones do
+    from instep.activations.checkpointing import recomputed  # imported late like the next ones, since it loads torch
     from instep.cli.memory.estimate import Setup, estimate
     from instep.cli.memory.simulate import process_counts
     from instep.cli.memory.subject import find_subject, json_arguments

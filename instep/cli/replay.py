@@ -114,7 +114,7 @@ def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) ->
     how, own = _recorded(recorded, path)
     command, folder = given or how["arguments"], how.get("folder") or os.getcwd()
     if given and not own:
-        folder = os.getcwd()  # where Python searches for the modules of the user's own command
+        folder = os.getcwd()  # Python searches this folder for the modules of the user's own command
     if not Path(folder).is_dir():
         output.warn(f"{folder}, where the program ran, is gone: it is run in this folder")
         folder = os.getcwd()

@@ -35,7 +35,7 @@ _REPEATS = 5
 _TOLERANCE = {"32-true": 1e-5, "64-true": 1e-5}  # relative tolerance of an epoch's mean loss
 _TOLERANCE_OF_16_BITS = 5e-2
 
-_FEATURES, _HIDDEN = 64, 16384  # gives 1,081,345 parameters, enough bytes to measure a checkpoint's bandwidth
+_FEATURES, _HIDDEN = 64, 16384  # widths: with 1,081,345 parameters, a checkpoint is large enough to measure bandwidth
 BATCHES, _PER_RANK, EPOCHS = 4, 8, 3
 
 QUIET: dict[str, Any] = {
@@ -300,7 +300,7 @@ def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
         def resume() -> str:
             fit(state, root, second, first.saved)
             last = first.losses[-1:]
-            found = second.losses[-1:]  # the hook in which the checkpoint was saved runs again on resume
+            found = second.losses[-1:]  # only the last one, since an earlier loss is recorded again on resume
             if second.first_step != BATCHES * (EPOCHS - 1):
                 return f"it went on from step {second.first_step}"
             return "" if found == last else f"loss {found} after the checkpoint, {last} without it"

@@ -465,7 +465,7 @@ class TrainerCLI:
         self, class_type: Any, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
     ) -> TrainModule:
         """Build the module, and let its `save_hyperparameters` store the configured values in place of objects."""
-        plain = self._dumped().get("model", {})  # a class without arguments has no entry
+        plain = self._dumped().get("model", {})  # a module without arguments is not in the configuration
         values = {**plain.get("init_args", {}), **plain.get("dict_kwargs", {})} if "class_path" in plain else plain
         for target, value in applied_instantiation_links.items():
             own, _, name = target.removeprefix(f"{self.subcommand}.").partition(".")

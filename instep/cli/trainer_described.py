@@ -35,11 +35,11 @@ def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A checkpoint's value that `described_arguments` replaces by the name of a stand-in.
+    """A checkpoint's value that a parser must not read; `described_arguments` puts a made-up word in its place.
 
     Args:
         value: the value in the checkpoint.
-        is_text: whether the value is a text, for an argument that takes any text.
+        is_text: whether the value is a text for an argument that accepts any text.
     """
 
     value: Any

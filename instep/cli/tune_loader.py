@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         loader = training_loader(made)
     data_module = None if made is loader else make
     if args.write is not None:
-        check_write(args.write, data_module)  # before measuring, which takes a minute
+        check_write(args.write, data_module)  # checked before measuring, which takes a minute
     if not args.json:
         output.say(f"{args.what}: batches a second, measured for {args.seconds:g} s each")
     best, found = tune_loader(loader, args.workers, args.prefetch, seconds=args.seconds, step_s=args.step_ms / 1000)
@@ -107,7 +107,7 @@ def write_setting(path: Path, setting: dict[str, Any], data_module: Any) -> None
     Args:
         path: path of the new file, which must not exist.
         setting: arguments of a `DataLoader`.
-        data_module: class that takes these arguments; None if no class does.
+        data_module: DataModule class, whose own arguments are written; None: all arguments are written.
 
     Raises:
         SettingError: the file exists already.

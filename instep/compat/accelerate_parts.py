@@ -161,7 +161,7 @@ class _Order(Sequence[int]):
     def __getitem__(self, index: Any) -> Any:
         return self._items[index]
 
-    def __repr__(self) -> str:  # all indices, since ranks compare their orders by this text
+    def __repr__(self) -> str:  # the text has all indices, since ranks compare orders by it
         return repr(self._items)
 
 
@@ -171,7 +171,7 @@ class _Loader(AcceleratedLoader):
     attendance: Attendance
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
-        """Yield the batches of one pass, and count each batch before it is fetched."""
+        """Yield the batches of one pass over the data, and count each batch before it is fetched."""
         self.attendance.advance()
         with closing(super().passes_from(batches)) as passing:  # pyright: ignore[reportArgumentType]  a generator
             for batch in passing:
@@ -318,7 +318,7 @@ class Accelerator(_Accelerator):
             warn_user(
                 "rng_types beyond 'generator' and custom_classes have no effect: each rank draws numbers of its own"
             )
-        # Scripts of peft pass a ProjectConfiguration in this argument.
+        # Scripts of peft pass a ProjectConfiguration as `project_dir`.
         if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):
             kwargs["project_config"] = kwargs.pop("project_dir")
         vars(asked).update(split_batches=kwargs.pop("split_batches", asked.split_batches))
@@ -399,7 +399,7 @@ for _name in ("backward", "gather", "gather_for_metrics", "reduce", "wait_for_ev
 
 
 def _free(name: str, taken: Container[Any]) -> str:
-    """Return `name` if it is not taken; else the first of name_2, name_3 ... that is not taken."""
+    """Return `name` if it is not in `taken`; else the first of name_2, name_3 ... that is not in it."""
     return next(one for one in chain([name], (f"{name}_{number}" for number in count(2))) if one not in taken)
 
 

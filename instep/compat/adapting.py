@@ -51,7 +51,7 @@ def adapt(thing: Any, module: str, name: str, leaf: str, warn: Warn) -> Any:
 
 
 def adapt_found(target: str, module: str, name: str, warn: Warn) -> Any:
-    """Return the result of `adapt` for an object of instep, which is given by its full name."""
+    """Find an object of instep by its full name, and return it with another package's arguments, as `adapt` does."""
     home, _, leaf = target.rpartition(".")
     return adapt(getattr(import_module(home), leaf), module, name, leaf, warn)
 
@@ -75,7 +75,7 @@ def _taking(function: Callable[..., Any], key: str, warn: Warn) -> Callable[...,
 def _rename(key: str, name: str, given: dict[str, Any], warn: Warn) -> None:
     new = porting.RENAMED.get(key, {}).get(name)
     if new is None and name not in porting.DROPPED.get(key, {}):
-        return  # the function itself refuses the argument, and its error says what to write
+        return  # unchanged, since the function itself refuses the argument, with an error that says what to write
     value = given.pop(name)
     warn(f"{key}({name})", f"{key}({name}=): {porting.instead_of(key, name)}")
     if new is None or ((key, name) in porting.ADDED and not value):  # gpus=0 means that no GPU is used

@@ -36,7 +36,7 @@ class NameFinder(MetaPathFinder, Loader):
     missing: Callable[[str], ImportError]
 
     def their_name(self, fullname: str) -> str | None:
-        """Return the other package's name for a module; None if the module is not one of that package."""
+        """Return a module's name in the other package; None if the module's name begins with none of `roots`."""
         for root, theirs in self.roots.items():
             if fullname == root or fullname.startswith(f"{root}."):
                 return theirs + fullname[len(root) :]
@@ -60,7 +60,7 @@ class Door(NameFinder):
     Args:
         home: module of instep that has the names.
         package: name of the distribution that is replaced.
-        version: version of the package whose names these are.
+        version: version of the package that this process gets to see.
         roots: import names that are replaced -> their names in the package.
         has: function that returns whether the package has a module of this full name.
         parts: modules with further names, searched in this order, before the tables of names in `instep.utils.porting`.

@@ -56,7 +56,7 @@ def save_state(
 
 
 def _optimizer_state(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> dict[str, Any]:
-    """Return an optimizer's state in torch's form; for a sharded model, the whole state by names, on rank 0."""
+    """Return an optimizer's state dict; for a sharded model, a state by parameter names, whose values rank 0 gets."""
     home = _home(fabric, optimizer, modules)
     if home is None or not home.sharded:
         return optimizer.state_dict()
@@ -86,7 +86,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     except (AttributeError, TypeError, pickle.PicklingError, pickle.UnpicklingError) as error:
         odd = [f"{where} ({type(leaf).__name__})" for where, leaf in iter_leaves(state) if type(leaf) not in _PLAIN]
         such = f", not objects such as {', '.join(odd[:3])}" if odd else ""
-        # The text of torch after these words is dropped, since it explains how to load files unsafely.
+        # Torch's message after "This file can still" is dropped, since it explains how to load files unsafely.
         why = str(error).splitlines()[0].partition(" This file can still")[0]
         raise UnsavableStateError(
             f"this state cannot be saved as {path}: {clean(why).rstrip(' .')}. Give tensors, plain values, and objects "
@@ -162,7 +162,7 @@ def _lazy_load(filename: Any) -> Any:
 
 
 def _load_optimizer(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy], value: Any, strict: bool) -> None:
-    if "shapes" not in value:  # an ordinary state dict of torch has no shapes
+    if "shapes" not in value:  # without shapes, this is an ordinary state dict of torch
         optimizer.load_state_dict(value)
         return
     home = _home(fabric, optimizer, modules)

@@ -33,7 +33,7 @@ from instep.types import Stateful
 from instep.utils.flops import peak_flops
 from instep.utils.seed import seed_process
 
-SEED_VARIABLE = "PL_GLOBAL_SEED"  # programs of Fabric read this variable
+SEED_VARIABLE = "PL_GLOBAL_SEED"  # name of the environment variable from which programs of Fabric read the seed
 MisconfigurationException = SettingError
 PossibleUserWarning, Optimizable, _Stateful = UserWarning, Optimizer, Stateful
 

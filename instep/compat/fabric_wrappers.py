@@ -19,7 +19,7 @@ from instep.types import ReadOnly
 from instep.utils.optimizers import OptimizerProxy
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-in_backward: list[bool] = []  # has one entry while `Fabric.backward` runs
+in_backward: list[bool] = []  # not empty while `Fabric.backward` runs
 
 
 class _FabricModule(nn.Module):

@@ -23,7 +23,7 @@ FRESH_S = 1.5
 """Maximum age of the list of runs, in seconds; pages that are open at the same time thus read the folders once."""
 POINTS = 600
 """Maximum number of points in a curve: as many as a plot has pixels in its width."""
-_CURVES = 2000  # maximum number of curves in memory, of the runs that were shown last; at most 0.2 GB
+_CURVES = 2000  # maximum number of curves that stay in memory; they take at most 0.2 GB
 
 
 @dataclass
@@ -109,7 +109,7 @@ def look_at_machine(folder: Path) -> list[tuple[str, float, str]]:
     """Measure the load of this machine now, and of the disk that holds a folder.
 
     Returns:
-        For processor, memory, disk and each GPU: a name, the used part from 0 to 1, and the numbers as text.
+        For processor, memory, disk and each GPU: a name, the used part from 0 to 1, and a text with both amounts.
     """
     psutil: Any = require("psutil", extra="dashboard", purpose="instep dashboard")
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(folder if folder.exists() else "/")

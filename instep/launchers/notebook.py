@@ -150,7 +150,7 @@ def _launch(
 
 def _check_unused(name: str, device: str) -> None:
     """Raise if a GPU or process group is in use, since a fork would inherit it but could not use it."""
-    torch: Any = sys.modules["torch"]  # torch is loaded already, by `instep.state`
+    torch: Any = sys.modules["torch"]  # no import is needed, since `instep.state` has imported torch
     module = getattr(torch, device, None)
     if device != "cpu" and module is not None and module.is_initialized():
         problem, pattern = f"{device} was used", rf"{device}|\.to\(|Trainer\(|Accelerator\(|PartialState\("
@@ -174,7 +174,7 @@ def _cells(pattern: str) -> str:
         for line in cell.splitlines()
         if re.search(pattern, line)
     ]
-    # Lines that are not indented come first: they ran when the cell ran, unlike the body of a function.
+    # Lines that are not indented are preferred: they ran with their cell, unlike the body of a function.
     outer = [(number, line) for number, line in found if not line[:1].isspace()]
     named = [f"cell [{number}]: {line.strip()}" for number, line in (outer or found)[:3]]
     return f" It was probably {'; or '.join(named)}." if named else ""

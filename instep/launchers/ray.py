@@ -208,7 +208,7 @@ def _agents(
             rdzv_endpoint=f"{address}:{port}" if spec.rdzv_backend == "c10d" else None,
             local_addr=own,
         )
-        # Each actor sees only its own GPU; the ranks of a node see all of them, and choose by their local rank.
+        # The ranks of a node see the GPUs of all its actors, and choose by their local rank.
         gpus = ",".join(number for index in indices for number in found[index][2])
         environment = {**travels, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
         fields = asdict(there)

@@ -14,7 +14,7 @@ from instep.runs.naming import value
 from instep.runs.status import own
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
-# Limits for a patch: bytes that are read, lines that are compared, and lines that are shown.
+# Limits for the patch of uncommitted changes: bytes that are read, lines that are compared, lines that are shown.
 PATCH_BYTES, COMPARED, _LINES = 2**18, 2000, 400
 
 Row = tuple[str, str, str, str]

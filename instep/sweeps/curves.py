@@ -1,4 +1,4 @@
-"""Curves of many runs, as plain numbers and as options of ECharts: smoothed, or as bands over seeds."""
+"""Curves of many runs, as numbers and as options of ECharts: smoothed, or as bands over runs with different seeds."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from instep.utils.untrusted_files import clean
 
 PERIOD_S = 3.0
 _GONE_S = 60.0  # seconds for which a page keeps its state after its browser has lost the connection
-_FIRST = 24  # when a page opens, up to this number of runs are all ticked; of a larger number only the best `_FEW`
+_FIRST = 24  # maximum number of runs that are all ticked when a page opens; of more runs, only the best `_FEW` are
 _FEW = 8
 _TOLD = 4  # maximum number of runs that the summary names for each state
 # `Column.rank` of best values: up to this rank, columns come first in the table, so that nobody needs to scroll
@@ -222,7 +222,7 @@ class Page(Refreshing):
         return defs, rows
 
     async def _show_panel(self) -> None:
-        if self._ticked is None:  # no run is known yet, so a panel could not choose a metric
+        if self._ticked is None:  # before the first reading there are no runs, so a panel could not choose a metric
             return
         if self._panel is None:
             self._panel = PANELS[str(self._tabs.value)](self._desk)
@@ -291,7 +291,7 @@ def _differs(entries: Sequence[Entry], params: Sequence[str]) -> str:
     said = []
     for key in params[:_FEW]:
         values: list[Any] = list(dict.fromkeys(entry.params[key] for entry in entries if key in entry.params))
-        with suppress(TypeError):  # sorting fails if there are both numbers and texts
+        with suppress(TypeError):  # numbers and texts together cannot be sorted
             values.sort()
         shown = ", ".join(map(naming.value, values)) if len(values) <= _FEW else f"{len(values):,} values"
         said.append(f"{naming.short(key, params)}: {shown}")

@@ -1,4 +1,4 @@
-"""The runs of a sweep and their table, read in threads, once for all open pages."""
+"""The runs of a sweep and the table of runs: threads read them once for all browsers that show the page."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Sweep:
         """Make the table of runs that a user asked for.
 
         Raises:
-            UsageError: no run has a name that the condition asks for.
+            UsageError: the condition has the name of a hyperparameter or metric that no run has.
         """
         entries = [entry for entry in self.entries() if wish.archived or not entry.run.label.archived]
         names = dict.fromkeys(name for entry in entries for name in entry.ends if name not in ("epoch", "hp_metric"))

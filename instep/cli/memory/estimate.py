@@ -24,7 +24,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
     """Estimate the memory of a rank under DeepSpeed.
 
     Raises:
-        SettingError: the strategy is not a stage of DeepSpeed's ZeRO without offloading.
+        SettingError: the strategy is not a stage of DeepSpeed's ZeRO, or it offloads.
     """
     if setup.strategy not in _STAGES:
         raise one_of("strategy", setup.strategy, tuple(_STAGES))
@@ -57,7 +57,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
         most = (kept + during + layer, kept + part * (1 + ratio))
         shown = (weights, own, part + state // ranks)
     else:
-        own = part  # gradients are float32 under any precision
+        own = part  # in stage 3, gradients are float32 with any precision
         kept = weights // ranks + part + state // ranks + own + bucket
         gathered = min(gradients, width * _LIVE)
         most = (kept + gathered + activations + gradients // ranks + layer, kept - bucket + part * (2 + ratio))
@@ -67,7 +67,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
 
 
 def _backward(activations: int, buckets: int, on_gpu: bool) -> int:
-    """Return the peak bytes of activations and gradient buckets: a CPU frees activations while it fills the buckets."""
+    """Return the peak bytes of a backward: activations plus gradient buckets on a GPU, the larger of both on a CPU."""
     return activations + buckets if on_gpu else max(activations, buckets)
 
 

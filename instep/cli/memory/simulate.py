@@ -50,7 +50,7 @@ _VALUES_ASKED_FOR = (DataDependentOutputException, DynamicOutputShapeException)
 
 @contextmanager
 def users_code(what: str, advice: str, batch: Any = None) -> Iterator[None]:
-    """Run code of the user in the `with` block; turn an error in it into one message.
+    """Run code of the user in the `with` block; replace an error of this code by a UsageError with one message.
 
     Args:
         what: what the code does, such as "making train:Model".
@@ -212,7 +212,8 @@ def simulate(subject: Subject, setup: Setup) -> Estimate:
             field="strategy",
             got=setup.strategy,
         )
-    PartialState(cpu=True)  # before there is a fake process group, so that this process counts as a single one
+    # The state is made before there is a fake process group, so that this process counts as a single one.
+    PartialState(cpu=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # these warnings are for the real training, which will show them
@@ -269,8 +270,7 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
                     del output
                 if micro == 0:
                     left = count.now - fixed - state - grads
-                    # Gradients are dropped here, as in the Trainer, so the gradients of the last step still exist
-                    # during the forward.
+                    # The gradients of the step before are dropped between forward and backward, as in the Trainer.
                     optimizer.zero_grad()
                 strategy.backward(loss)
                 del loss

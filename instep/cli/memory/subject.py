@@ -37,7 +37,7 @@ class Subject:
 
     Args:
         name: the model's name, for messages.
-        make: function that builds the module; called where tensors have no values.
+        make: function that builds the module; it is called in a context in which tensors have no values.
         batch: function that makes the batch for `training_step`; None if no step is simulated.
         optimizer: function that makes the optimizer for parameters; None: use the module's `configure_optimizers`.
     """
@@ -104,7 +104,7 @@ def import_path(path: str) -> Any:
             got=path,
         )
     folder = os.path.abspath(os.path.dirname(module)) if module.endswith(".py") else os.getcwd()
-    sys.path.insert(0, folder)  # the folder stays in sys.path, since the module may import its neighbors later
+    sys.path.insert(0, folder)  # the folder stays in sys.path, since the module may later import other files there
     try:
         found: Any = import_module(os.path.basename(module).removesuffix(".py"))
     except ImportError as error:
@@ -222,7 +222,7 @@ def _transformers_model(
             if "layer" in key and isinstance(value, int) and value > _MOST_LAYERS:
                 raise ValueError(f"{key} is {value:,}, and no model has more than {_MOST_LAYERS:,} layers")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers does not check the values, so any error may come
+    except Exception as error:  # transformers does not check the values, so any kind of error is possible
         raise SettingError(f"{path} has no configuration that transformers can read: {error}", field="what") from error
     kinds = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
     kind = kinds[0] if kinds else None

@@ -197,7 +197,7 @@ class Names(cst.CSTVisitor):
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         if self._annotations:
             new = re.sub(r"[A-Za-z_][\w.]*", lambda match: self.rewritten(match[0]), node.value)
-        else:  # the string may be a class by its full path, as in `class_path`
+        else:  # the string may name a class by its full path, as `class_path` does
             new = re.sub(r"(?<=[\"'])[a-z_]+\.[\w.]*\w(?=[\"'])", _renamed_class, node.value)
         if new != node.value:
             self.plan.new[node] = node.with_changes(value=new)
@@ -246,7 +246,7 @@ class Names(cst.CSTVisitor):
     def local_name(self, local: str, target: str) -> str:
         """Return the name under which the changed script imports a name of instep."""
         old, leaf = self.bound[local].rpartition(".")[2], target.rpartition(".")[2]
-        # the script gives the imported name another name by `as`
+        # a name that the script itself chose, by `as`, is kept
         if local != old or not target.startswith(("instep.", "typing.")):
             return local
         return f"Instep{leaf}" if leaf != local and leaf in self.defined else leaf
@@ -285,7 +285,7 @@ class Names(cst.CSTVisitor):
             return None
         stay: list[cst.ImportAlias] = []
         lines: list[str] = []
-        # The old import of each moved name, by the new module and name.
+        # Part of the old import for each name that instep has, by the name's module and name in instep.
         moved: dict[str, dict[str, cst.ImportAlias | None]] = defaultdict(dict)
         for alias in node.names:
             local = _local(alias)
@@ -343,7 +343,7 @@ class Names(cst.CSTVisitor):
         return lines
 
     def _new(self, node: cst.CSTNode, line: str) -> list[str]:
-        """Return the line of an import that a statement needs; return nothing if the script has the import already."""
+        """Return a list with the line of an import; an empty list if the script has this import already."""
         parent, _, leaf = line.removeprefix("from ").removeprefix("import ").partition(" import ")
         key = f"{parent} {leaf}".strip()
         known = key in self.have

@@ -31,7 +31,7 @@ _KINDS = {  # classes from which a script derives its own classes, which may hav
 _DONE = re.compile(r"resume|start|first_|skip|done|completed")
 # matches names of values that do not have one row per sample
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")
-_SAVED = re.compile(r"(best|last)_model_path")  # names of attributes of a ModelCheckpoint
+_SAVED = re.compile(r"(best|last)_model_path")  # matches the attributes of a ModelCheckpoint that are paths
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
 _BY_HAND = re.compile(r"automatic_optimization\s*=\s*False")
 _SEVERAL = re.compile(  # matches if the result of `optimizers()` is unpacked, indexed, or iterated over
@@ -67,7 +67,7 @@ def load(name: str) -> Any:
 
 @cache
 def attributes(owner: type) -> frozenset[str]:
-    """List all attributes of a class's objects, with those that methods set; for a Trainer also all arguments."""
+    """List all attributes of a class's objects, also those that methods set; for a Trainer also all arguments."""
     names = set(dir(owner)) | set(getattr(owner, "__dataclass_fields__", ()))
     for base in owner.__mro__:
         if base.__module__.startswith("instep."):
@@ -163,9 +163,9 @@ class Uses(cst.CSTVisitor):
         self.plan = plan
         self.names = found
         self.is_lightning = any(name.startswith("lightning") for name in plan.found)
-        # Class of instep whose object an expression holds, by the expression's text.
+        # Maps the text of an expression to the class of instep of its value.
         self.receivers: dict[str, str] = {}
-        self.classes: dict[str, str] = {}  # kind of base class of the script's own classes, by the class's name
+        self.classes: dict[str, str] = {}  # maps a class of the script to the key in `_KINDS` of its base class
         self.assigned: set[str] = set()  # attributes that the script sets
         self.dicts: dict[str, cst.BaseExpression] = {}  # expression of each dict, by the variable that holds it
         self.accumulates = ""  # how the script accumulates gradients: "by hand" or "in contexts" (`accumulate`)
@@ -196,13 +196,13 @@ class Uses(cst.CSTVisitor):
         self._counts_otherwise = self.is_lightning and several and _BY_HAND.search(self._script) is not None
 
     def _change(self, node: cst.CSTNode, where: str, place: str = "", what: str = "") -> None:
-        """Write a note if a place means something else in instep.
+        """Add a note to the plan if a place of the script has another meaning in instep.
 
         Args:
-            node: the place.
-            where: the place, as the list in `changes` writes it.
+            node: syntax node of the place.
+            where: kind of place, as in `Change.where` of the list in `changes`.
             place: text of the script at this place, such as a value or a method's body.
-            what: the script's own text for the place, which begins the note.
+            what: first words of the note, by default `where`.
         """
         for change in self._changes.get(where, ()):
             if change.holds(place, self._script):
@@ -339,7 +339,7 @@ class Uses(cst.CSTVisitor):
             self._change(target, f"{owner.rpartition('.')[2]}.{name} =", value)
 
     def _multiplied(self, node: cst.CSTNode, name: str, value: cst.BaseExpression) -> None:
-        """Write a note if a schedule's steps are multiplied by the number of processes."""
+        """Add a note to the plan if a schedule's steps are multiplied by the number of processes."""
         if _OF_SCHEDULE.search(name) and re.search(r"\* *\w+\.num_processes|num_processes *\*", code(value)):
             self._change(node, changes.MULTIPLIED, what=name)
 
@@ -559,7 +559,7 @@ class Uses(cst.CSTVisitor):
     def _argument_changes(
         self, node: cst.CSTNode, key: str, function: Any, name: str, value: cst.BaseExpression
     ) -> None:
-        """Write a note if an argument has another meaning and is not the default."""
+        """Add a note to the plan if an argument has another meaning in instep, and is not the default."""
         found = _parameters(function).get(name)
         given = _literal(value)
         if given is not None and (found is None or given is _UNKNOWN or given != found.default):
@@ -580,7 +580,7 @@ class Uses(cst.CSTVisitor):
 
     def _leaf(self, node: cst.BaseExpression) -> str:
         home, _, leaf = self.names.targets.get(node, "").rpartition(".")
-        # names of `instep.compat.fabric` keep Fabric's meaning
+        # nothing is reported for names of `instep.compat.fabric`, since they keep Fabric's meaning
         return "" if home == "instep.compat.fabric" else leaf
 
     def _owner(self, node: cst.BaseExpression) -> str:

@@ -3,9 +3,9 @@
 The records wait in `RUN/loggers/`, in one file for each tracker. They are sent in the order in which they were logged,
 without those that the tracker has already. Nothing is sent for a run that still goes on, since it sends them itself.
 
-The records go where the run's logger wrote. If you did not make the run yourself on this machine, the place that it
-names and the files are shown, and nothing is sent until you agree. Even then no file from outside the run folder is
-sent, and none of your passwords and keys goes to a host that only the run folder names.
+The records go where the run's logger wrote. If you did not make the run yourself on this machine, the command shows the
+place and the files, and sends nothing until you agree. Even then no file from outside the run folder is sent, and none
+of your passwords and keys goes to a host that only the run folder names.
 
 Exit codes: 0 all records have arrived; 1 some are still waiting, or an error; 2 wrong arguments.
 
