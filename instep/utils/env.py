@@ -49,7 +49,7 @@ _OF_PARSERS = ("config", "subcommand")
 
 
 def misspelt_variables(environ: Mapping[str, str] | None = None) -> str:
-    """Return a warning about environment variables whose names probably misspell one of instep's; "" if none.
+    """Return a warning about environment variables that probably misspell a variable of instep; "" if there are none.
 
     Example:
         >>> misspelt_variables({"INSTEP_PRECISON": "bf16", "INSTEP_OF_MY_OWN": "1"})

@@ -42,7 +42,8 @@ _LOOKED_UP = {
     "Rprop": {"step", "prev", "step_size"},
     "SparseAdam": {"step", "exp_avg", "exp_avg_sq"},
 }
-_WITH_OPTION = {  # further entries that the step needs if an option of the parameter group is on
+# For each optimizer of torch: entries that its step needs only if the parameter group has an option switched on.
+_WITH_OPTION = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
@@ -298,7 +299,7 @@ def _fitting(
 
 
 def _home_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the one saved group that has any of these parameters; {} if none or several have."""
+    """Return the settings of the saved group that has any of these parameters; {} if that is not exactly one group."""
     homes = [group for group in groups if not set(names).isdisjoint(group["params"])]
     return {key: value for key, value in homes[0].items() if key != "params"} if len(homes) == 1 else {}
 

@@ -163,7 +163,7 @@ def put_rate(into: Any, key: Any, value: Any) -> None:
 
 
 class OptimizerProxy:
-    """Base class of proxies for an optimizer: `isinstance(proxy, torch.optim.Adam)` is True if the optimizer is one.
+    """Base class of proxies for an optimizer: `isinstance(proxy, torch.optim.Adam)` is True for a proxy of Adam.
 
     Attributes are read from the optimizer. So schedulers accept the proxy, and code that reads `param_groups` works.
 

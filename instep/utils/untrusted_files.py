@@ -39,7 +39,7 @@ def open_regular(path: Path | str) -> FileIO:
     Raises:
         OSError: the file cannot be opened, or is not a regular file; the message says what it is.
     """
-    _check(path, os.stat(path))  # checked before opening, since opening a device may already have an effect
+    _check(path, os.stat(path))  # check the file before opening it, since opening a device may already have an effect
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check(path, os.fstat(fd))
