@@ -555,7 +555,7 @@ class Logger:
         return self.delivery.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next start continue the logs of the run that returned this state; close an open logger first.
+        """Make the next start continue the logs of the run that saved this state; close an open logger first.
 
         Args:
             state_dict: result of `state_dict`, with the step of the checkpoint added as `global_step`. Values that were
@@ -640,7 +640,7 @@ class Logger:
         return None
 
     def _sent_name(self, name: str) -> str:
-        """Convert a metric's name to a name that the tracker allows; the result may depend on nothing else."""
+        """Convert a metric's name to a name that the tracker allows; the result may depend on nothing but the name."""
         return name
 
     def _experiment(self) -> Any:

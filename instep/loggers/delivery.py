@@ -434,7 +434,7 @@ class Delivery:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next `start` continue the run of this state.
+        """Make the next `start` continue the run whose state is passed.
 
         Raises:
             CorruptCheckpointError: the version in the state is a path that leads out of the folder of logs.

@@ -14,7 +14,7 @@ from instep.utils.untrusted_files import open_regular
 
 
 class RowFile(OutputFile, ABC):
-    """Output file with one row per record. A subclass defines the format, and adds to `rows` the rows it writes."""
+    """Output file with one row per record. A subclass defines the format, and adds the number of new rows to `rows`."""
 
     NAME: ClassVar[str]
     COUNTED: ClassVar[str]

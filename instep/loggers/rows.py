@@ -148,7 +148,7 @@ class JSONLinesFile(LogFile):
 
 
 def _number(value: Any) -> float | None:
-    """Convert a JSON value to a float; None if it is no number. "NaN" and "Infinity" are strings in JSON."""
+    """Convert a JSON value to a float; None if it is no number. Strings such as "NaN" become floats too."""
     if type(value) is float:
         return value
     if type(value) is int:
