@@ -186,7 +186,7 @@ class ContextParallel:
             if enable_gqa and key.shape[-3] % self.size:
                 key, value = (tensor.repeat_interleave(heads // tensor.shape[-3], -3) for tensor in (key, value))
             mask = None if attn_mask is None else self._mask(attn_mask, query.shape[-2], key.shape[-2], heads)
-            if query.shape == key.shape == value.shape:  # send the three tensors in one message
+            if query.shape == key.shape == value.shape:  # send query, key and value in one message
                 query, key, value = self._exchange(torch.stack((query, key, value)), -3, -2).unbind(0)
             else:
                 query, key, value = (self._exchange(tensor, -3, -2) for tensor in (query, key, value))

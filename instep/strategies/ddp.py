@@ -309,7 +309,7 @@ class DDPStrategy(Strategy):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         if not again:
             with torch.no_grad():
-                for tensor in quantized_tensors(module):  # DDP ignores these tensors, since they are no parameters
+                for tensor in quantized_tensors(module):  # DDP does not copy these tensors, which are no parameters
                     tensor.copy_(broadcast(tensor))
         ddp = NamingDDP(
             module,

@@ -141,7 +141,7 @@ def take_state(value: Any, parameter: Tensor) -> Any:
         return whole(value)
     if value.shape == parameter.shape:
         return take_part(value, parameter)
-    # A tensor of another shape (such as a factor of Adafactor) is kept whole on every rank.
+    # A state tensor that is not of the parameter's shape (such as a factor of Adafactor) is whole on every rank.
     return _distributed(whole(value), parameter, [Replicate()] * parameter.device_mesh.ndim)
 
 

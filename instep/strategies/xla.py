@@ -218,7 +218,7 @@ class XLAStrategy(Strategy):
         self._spmd.mark_sharding(tensor, self._mesh, spec)
 
     def _split_state(self, optimizer: Optimizer) -> None:
-        """Shard an optimizer's state like the weights; without this, the compiler may choose another way each step."""
+        """Shard an optimizer's state like the weights; otherwise the compiler may choose a new sharding each step."""
         for weight, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == "xla" and value.shape == weight.shape:

@@ -226,7 +226,7 @@ class Cut:
         self._remove(module, parts, runs, ranks)
 
     def shared(self, module: nn.Module) -> list[tuple[nn.Parameter, list[int]]]:
-        """Return each parameter that several ranks of the pipeline have, and these ranks; all ranks use one order."""
+        """Return each parameter that several pipeline ranks have, with these ranks, in the same order on every rank."""
         found = {
             self.first_names[name]: (parameter, self.homes[name])
             for name, parameter in ((clean_name(name), p) for name, p in module.named_parameters())
