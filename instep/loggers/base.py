@@ -536,7 +536,7 @@ class Logger:
             self.delivery.put("_log_checkpoint", (to_path(path), list(aliases)))
 
     def save(self) -> None:
-        """Send all waiting records to the tracker; write those that cannot be sent to the disk."""
+        """Send all waiting records to the tracker; records that cannot be sent are written to the disk."""
         self.delivery.save()
 
     def finalize(self, status: str = "success") -> None:

@@ -403,7 +403,7 @@ class Delivery:
         return int(step if self._x is None else self._x)
 
     def save(self, timeout_s: float | None = None) -> None:
-        """Send all waiting records to the tracker; write those that cannot be sent to the disk."""
+        """Send all waiting records to the tracker; records that cannot be sent are written to the disk."""
         if self._waiting:
             self.open()
         timeout_s = self.writer.flush_timeout_s if timeout_s is None else timeout_s

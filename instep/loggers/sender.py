@@ -126,7 +126,7 @@ class Sender:
         return future.result()
 
     def flush(self, timeout_s: float, early: bool = False) -> bool:
-        """Send the records that are due, and write those that could not be sent to the disk.
+        """Send the records that are due; records that could not be sent are written to the disk.
 
         Args:
             timeout_s: longest time to wait, in seconds.
@@ -196,7 +196,7 @@ class Sender:
         if self._before is not None:
             self._before.join()
         while not self._ends:
-            waited = list(self._tasks)  # tasks whose earlier records are sent by the call below
+            waited = list(self._tasks)  # tasks queued before `_try` sends the records that they wait for
             hurries, self._hurries = self._hurries, False
             if not self._begun.done() or (time.monotonic() >= self._next_try_s and (hurries or self._is_due())):
                 self._try()
