@@ -576,7 +576,7 @@ class DeepSpeedStrategy(Strategy):
         return whole(value) if part is None else take_run(value, part.begin, part.count)
 
     def _spread_parts(self, names: Iterable[str]) -> list[tuple[str, Partition | None]]:
-        """Return the name and this rank's part (or None) of each named weight that is sharded."""
+        """Return the sharded weights among `names`: pairs of a name and this rank's part (or None)."""
         wanted, first = set(names), names_of(self.module)
         own = self.module.named_parameters(remove_duplicate=False)
         return [(name, self._part_of(p)) for name, p in own if name in wanted and self._is_spread(p, first[p])]
