@@ -123,8 +123,8 @@ class ShapeMismatchError(DataError, RuntimeError):
 class NonFiniteError(InstepError, FloatingPointError):
     """Raised when the loss or a gradient is nan or inf, under `Trainer(nonfinite="stop")`.
 
-    The weights were not updated, and the run has ended. Look at the batches that the attributes name, or lower the
-    learning rate.
+    The weights were not updated, and the run has ended. Look at the samples of the `batches`, or lower the learning
+    rate.
 
     Args:
         message: what was not finite, where, and what to do next.

@@ -366,7 +366,7 @@ class ModelCheckpoint(Callback):
         """Warn if all ranked checkpoints of the resumed run are in another folder, so that the ranking starts anew."""
         about = resumed.manifest.info
         if about.get("saver") == self.state_key and about.get("score") is not None:
-            # The list in a checkpoint does not have that checkpoint itself, since it was saved before it was listed.
+            # The list that is saved in a checkpoint lacks this checkpoint, which is added to the list after the save.
             apart += [str(resumed.path)] * (resumed.path.parent != self.own_folder)
         ranked = any(saved.score is not None for saved in self.saved)
         if apart and not ranked and self.own_folder is not None and trainer.is_global_zero:

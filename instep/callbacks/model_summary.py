@@ -243,7 +243,7 @@ def _measure(
                 given = (*args, *kwargs.values())
                 sizes.setdefault(name, (_shape(given[0] if len(given) == 1 else given), _shape(output)))
 
-            if not isinstance(child, torch.jit.ScriptModule):  # a ScriptModule does not accept such hooks
+            if not isinstance(child, torch.jit.ScriptModule):  # a ScriptModule does not accept hooks in Python
                 stack.callback(child.register_forward_pre_hook(begin).remove)
                 stack.callback(child.register_forward_hook(end, with_kwargs=True).remove)
         stack.enter_context(torch.no_grad())

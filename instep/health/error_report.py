@@ -104,7 +104,7 @@ class _ReportingHook:
 
 
 def _who() -> str:
-    from instep.state import read_environment  # imported late: only a rank that fails needs it
+    from instep.state import read_environment  # imported late: needed only in a rank that fails
 
     step = getattr(_trainer and _trainer(), "global_step", None)
     return f"rank {read_environment().rank} (host {socket.gethostname()}{'' if step is None else f', step {step}'})"

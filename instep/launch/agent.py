@@ -110,7 +110,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
 
 
 class NodeAgent:
-    """The agent of one node: what it does at each step of torch's agent.
+    """The agent of one node, with the methods that torch's agent calls at each of its steps.
 
     Args:
         spec: the job.
@@ -118,7 +118,7 @@ class NodeAgent:
         folder: temporary folder of the agent.
         forked: function that forked ranks run; None: the ranks run a program.
         rendezvous: rendezvous at which the agents of all nodes connect.
-        watch: watch of the ranks' heartbeats, which finds hangs.
+        watch: object that watches the heartbeats of the ranks and detects hangs.
         handlers_before: signal handlers of this process, which are restored at the end.
 
     Attributes:
@@ -414,7 +414,7 @@ class NodeAgent:
             _say(f"{cause.title} failed with {cause.how}:\n{cause.report.traceback.rstrip()}")
 
     def _finish_status(self, cause: RankEnd | None, lost: str, ends: list[RankEnd]) -> None:
-        """Write the cause into the run's `status.json` and `failures`, if rank 0 of this node has not done so."""
+        """Write the cause into `status.json` and `failures`, if rank 0 was on this node and has not done so."""
         main = self._ranks.main_process()
         if main is None or (cause is None and not lost):
             return

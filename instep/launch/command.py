@@ -39,7 +39,7 @@ def this_command() -> tuple[str, ...]:
     if file is None or not Path(file).exists():
         raise _cannot_run_again("it has no main file (an interactive session, or python -c)")
 
-    # These are options of the interpreter such as -W, -X and -O; multiprocessing passes the same ones to its processes.
+    # The options of the interpreter, such as -W, -X and -O, which multiprocessing passes to its processes too.
     flags = tuple(subprocess._args_from_interpreter_flags())  # pyright: ignore[reportAttributeAccessIssue]
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":

@@ -1,9 +1,10 @@
 """Run a function in ranks that are forked from the agent's process, so that a notebook's cell may define the function.
 
-A fork does not inherit the threads of OpenMP, so a rank uses one thread; with more it would hang. A fork cannot use a
-device that its parent uses, so the parent must have used neither the process group nor the GPU. A fork does inherit a
-lock that another thread of the parent holds: the first connection of a rank makes a thread of the agent's store take
-the lock of glibc's resolver. So the ranks wait until all of them are forked.
+A forked process does not have OpenMP's threads, so a rank uses one thread; with more threads it would hang. A forked
+process cannot use a device that its parent uses, so the parent must have used neither the process group nor the GPU. A
+lock that another thread of the parent holds during the fork stays locked forever in the forked process. When a rank
+connects, a thread of the agent's store takes such a lock, that of glibc's resolver. So the ranks wait until all of them
+are forked.
 """
 
 from __future__ import annotations

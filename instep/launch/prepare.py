@@ -111,7 +111,7 @@ def agent_folder() -> Iterator[str]:
         held = os.open(os.path.join(folder, f".{_HELD}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX)
-            # Renamed only after it is locked, so that other agents never see it unlocked.
+            # The file gets its final name only after it is locked, so that other agents never see it unlocked.
             os.rename(os.path.join(folder, f".{_HELD}"), os.path.join(folder, _HELD))
             yield folder
         finally:

@@ -158,7 +158,7 @@ class FixedNodes(Nodes):
         assert spec.master_port is not None
         self._where = spec.master_addr, spec.master_port
         self._round = -1
-        self._name = spec.run_id or "job"  # the name must be the same on all nodes
+        self._name = spec.run_id or "job"  # the job's name must be the same on all nodes
         self._meeting: Store | None = None
 
     def get_backend(self) -> str:

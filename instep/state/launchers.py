@@ -38,7 +38,7 @@ MPI: tuple[Launcher, ...] = ("openmpi", "mvapich", "intelmpi", "mpich")
 
 
 class _Variables(NamedTuple):
-    """Names of a launcher's variables."""
+    """Names of the environment variables that a launcher sets."""
 
     rank: str
     world_size: str
@@ -51,7 +51,7 @@ _OPEN_MPI = _Variables(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", 
 _MVAPICH = _Variables(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 _HYDRA = _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
-_STEP = ("SLURM_STEP_NUM_TASKS", *_STEP_ID)  # set by srun, but not by sbatch and salloc
+_STEP = ("SLURM_STEP_NUM_TASKS", *_STEP_ID)  # variables that srun sets, but sbatch and salloc do not
 
 
 def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
@@ -228,7 +228,7 @@ def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEn
 
 
 def _is_hydra(environ: Environ) -> bool:
-    """Return True if mpiexec started this process. srun may set PMI_SIZE too, but not the rank on the node."""
+    """Return True if mpiexec started this process. PMI_SIZE alone does not prove this, since srun may set it too."""
     several = read_number(environ, "PMI_SIZE", 1) > 1
     return "PMI_SIZE" in environ and (_HYDRA.local_rank in environ or (several and not _is_srun(environ)))
 

@@ -95,7 +95,7 @@ class DeviceStatsMonitor(Callback):
         thread, self._thread = self._thread, None
         if thread is not None:
             self._over.set()
-            thread.join(_EVERY_S)  # with a timeout, so that the run ends even if a driver hangs in the thread
+            thread.join(_EVERY_S)  # the timeout lets the run end even if a driver hangs in the thread
         self._samplers, self._newest = [], None
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:

@@ -22,7 +22,7 @@ from instep.utils.checks import Check, is_number, wrong
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_MOST_PER_S = 10.0  # most redraws per second; training waits for 1 or 2 ms during each
+_MOST_PER_S = 10.0  # largest number of redraws per second; training waits 1 or 2 ms for each redraw
 _RATE = Check(lambda value: is_number(value) and value >= 0, "redraws per second of at least 0, which shows nothing")
 
 

@@ -24,7 +24,7 @@ else:  # in a notebook `tqdm.auto` draws the bar with ipywidgets
     _tqdm = require("tqdm.auto" if find_spec("ipywidgets") else "tqdm", extra=None, purpose="TQDMProgressBar").tqdm
 
 _DIGITS = 5
-_ON_COLAB = 20  # least number of batches between two refreshes: a browser shows more only slowly
+_ON_COLAB = 20  # smallest number of batches between two refreshes, since a browser draws slowly
 
 
 class Tqdm(_tqdm):

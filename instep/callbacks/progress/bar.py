@@ -126,7 +126,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._close_epoch(trainer, module)
         self._train_start_s = time.monotonic()
-        # number of batches that were done before; above 0 if the run resumed within this epoch
+        # Above 0 if the run resumed within this epoch: the number of its batches that were done before.
         self._train_first = trainer.progress.outer_batch
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -190,7 +190,7 @@ class LiveProgressBar(ProgressBar, default=True):
         self._started = (self._loop_start_s, _part_done(trainer) or 0.0)
         self._screen = open_screen(self._console_options)
         self._thread = threading.Thread(
-            # Run in a copy of this thread's context variables: a notebook finds the cell of the output by them.
+            # Run in a copy of this thread's context variables, by which a notebook finds the output's cell.
             target=contextvars.copy_context().run,
             args=(self._guard, self._watch, trainer, module, self._screen, self._stopping),
             name="instep-progress",
@@ -352,7 +352,7 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
     if speed and size:
         facts.append(f"{amount(speed * size * trainer.strategy.data_world_size)} samples/s")
     for callback in trainer.callbacks:
-        metrics = getattr(callback, "metrics", None)  # only a ThroughputMonitor has this dict of floats
+        metrics = getattr(callback, "metrics", None)  # of all callbacks, only a ThroughputMonitor has this dict
         items = (
             {name: value for name, value in metrics.items() if value and name.startswith("train")}
             if isinstance(metrics, dict)
