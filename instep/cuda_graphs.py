@@ -93,7 +93,7 @@ class CudaRecorder:
             graph.capture_end()
         graph.reset()
         self._abandoned.append(graph)
-        with suppress(RuntimeError):  # raised if `capture_end` succeeded, which has done the same
+        with suppress(RuntimeError):  # raised if `capture_end` succeeded, since it has already made these calls
             torch._C._cuda_endAllocateToPool(self._side.device_index, pool)
             torch._C._cuda_releasePool(self._side.device_index, pool)
         empty = torch.cuda.CUDAGraph()

@@ -41,7 +41,7 @@ def to_onnx(module: TrainModule, file_path: Location | BytesIO | None, input_sam
         "Could not export to ONNX since neither `input_sample` nor `model.example_input_array` attribute is set.",
     )
     target = None if file_path is None else _target(file_path)
-    # torch accepts a buffer here too, although its annotation does not say so
+    # `torch.onnx.export` also accepts a buffer, although its annotation does not say so
     where: Any = str(target) if isinstance(target, Path) else target
     if isinstance(target, Path) and dynamo:
         kwargs.setdefault("verbose", False)  # by default torch prints its progress

@@ -24,7 +24,7 @@ _CHUNK = 2**24  # largest number of logits that exist at one time
 
 
 def linear_cross_entropy(
-    input: Tensor,  # hides Python's `input`, but torch's losses use this name
+    input: Tensor,  # the name hides Python's `input`, but torch's losses use it too
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,

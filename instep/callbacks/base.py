@@ -243,7 +243,10 @@ HOOKS: tuple[str, ...] = tuple(
 
 
 def logs_here(trainer: Trainer) -> bool:
-    """Return whether this process sends values to loggers: only the main process, unless a logger wants all of them."""
+    """Return True if this process sends values to the loggers.
+
+    The main process does. The other processes do if a logger takes values from every process.
+    """
     return trainer.is_global_zero or any(getattr(logger, "_per_rank", False) for logger in trainer.loggers)
 
 

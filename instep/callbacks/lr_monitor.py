@@ -118,7 +118,7 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values = dict.fromkeys(f"{name}-weight_decay" for name in names)
 
     def _before_batch(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        type(self).on_train_batch_start(self, trainer, module, batch, batch_idx)  # a subclass may define this hook
+        type(self).on_train_batch_start(self, trainer, module, batch, batch_idx)  # the hook of a subclass, if any
         step, every = trainer.global_step, trainer.log_every_n_steps
         if every and step % every == 0 and step != self._logged_step:
             self._logged_step = step  # do not log the next batches of the same step (accumulation)

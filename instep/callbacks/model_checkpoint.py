@@ -402,7 +402,7 @@ class ModelCheckpoint(Callback):
         for store in map(trainer.saver.store, self._folders):
             found += store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
-        self.saved = [saved for saved in self.saved if saved.key not in listed]  # the others are added below
+        self.saved = [saved for saved in self.saved if saved.key not in listed]  # the listed checkpoints follow below
         for info in found:
             about, key = info.manifest.info, str(info.path)
             score = about.get("score")  # None if the monitored metric was nan
@@ -424,7 +424,7 @@ class ModelCheckpoint(Callback):
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:
-            # If a validation follows at this step, save after it, when the metric for the rank or name is known.
+            # If a validation follows at this step, save after it, when the metric for the ranking or the name is known.
             waits = trainer._validates_now and (self.monitor is not None or _METRIC_IN_NAME(self.filename or ""))
             first = not waits and self.monitor is not None and trainer.enable_validation
             self._deferred = bool(waits or (first and trainer.agree(self.monitor not in _values(trainer))))

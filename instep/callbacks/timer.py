@@ -96,7 +96,7 @@ class Timer(Callback):
                 self._stop(trainer)
 
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # A subclass may define this hook.
+        # Call the hook of a subclass, if the subclass defines this hook.
         type(self).on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)
         if time.monotonic() >= self._deadline:
             self._stop(trainer)

@@ -101,7 +101,7 @@ def why_of(content: dict[str, Any], error: str) -> dict[str, Any]:
 
 def _use_spare(spare: Path, data: bytes) -> bool:
     try:
-        # The blocks of the spare file are allocated already, and writing over them does not need more.
+        # The blocks of the spare file are already allocated, so overwriting them needs no free disk space.
         with open(spare, "r+b") as file:
             file.write(data)
             file.truncate()

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from instep.errors import DistributedError
 from instep.health.error_report import FailureReport, write_report
 
-_READ_S = 5.0  # seconds to read a result after its rank has ended, since the pipe then holds little data
+_READ_S = 5.0  # seconds to read a result after its rank has ended; enough for the data that a pipe holds
 
 
 class Failure(NamedTuple):

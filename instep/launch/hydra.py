@@ -59,11 +59,11 @@ def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def new_folder() -> Path | None:
-    """Return the job's output folder if its name contains the time, so that the next start gets another; else None."""
+    """Return the job's output folder if its name contains the time, so that each start has a new folder; else None."""
     config = _config()
     if config is None:
         return None
-    # Read before interpolation, since the resolved text does not show whether it contains the time.
+    # Read the setting before interpolation, since the resolved text does not show whether it contains the time.
     where = config._get_node("sweep" if _is_sweep(config) else "run")._get_node("dir")._value()
     changes = NEW_FOLDER in os.environ or "${now:" in str(where)
     return Path(config.runtime.output_dir) if changes else None

@@ -170,7 +170,7 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
     if spec.min_nodes is not None:
         added[MIN_NODES] = str(spec.min_nodes)
     added |= as_variables({"hang_timeout_s": spec.hang_timeout_s})
-    # Without this variable Hydra hides errors from instep.
+    # Without this variable, Hydra catches exceptions before instep can report them.
     added.setdefault("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "1"))
     if "OMP_NUM_THREADS" not in {**os.environ, **added}:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

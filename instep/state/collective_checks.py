@@ -113,7 +113,7 @@ class _CallRecords:
         try:
             here = self._records.read(self._count)
         except RuntimeError:
-            here = {}  # the process that hosts the store has ended
+            here = {}  # no text can be read, since the process that hosts the store has ended
         self._records.keep_store_alive(self._count, range(self._world))
         lines = [f"ranks disagree before a collective{who}. By rank:"]
         lines += [f"  rank {rank}: {here.get(rank, 'not known')}" for rank in range(self._world)]

@@ -13,7 +13,7 @@ Launcher = Literal["none", "torchrun", "openmpi", "mvapich", "intelmpi", "mpich"
 
 JOB_ID = "INSTEP_JOB_ID"
 RESTART = "INSTEP_RESTART"
-MIN_NODES = "INSTEP_MIN_NODES"  # set if a job may run with fewer nodes than it asked for
+MIN_NODES = "INSTEP_MIN_NODES"  # variable that is set if a job may run with fewer nodes than it asked for
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class RankRecords:
     def read(self, number: int, or_later: bool = False) -> dict[int, str]:
         """Return record `number` of each rank that has written it.
 
-        With `or_later`, a later record is returned in its place.
+        With `or_later`, also return a rank's later record that has overwritten record `number`.
         """
         found: dict[int, str] = {}
         for first in range(0, self._world, _AT_ONCE):
@@ -164,7 +164,7 @@ _IDLE_S = 5.0  # seconds after which the watcher's thread ends if no thread wait
 _KNOWN_WITHIN_S = 1.0
 _LIBRARIES = (
     *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (instep, torch)),
-    contextlib.__file__,  # its frames for `with` blocks and decorators are not the user's
+    contextlib.__file__,  # its frames, of `with` blocks and decorators, are not the user's code
 )
 _LEFT = "left"
 

@@ -446,6 +446,6 @@ def _schedule_group(leaf: Any, index: int, scale: float) -> None:
         if not isinstance(values, list) or not values:
             continue
         if index == len(values):
-            values.append(deepcopy(values[0]))  # a copy, since groups must not share a function object with state
+            values.append(deepcopy(values[0]))  # copied, since groups must not share a function object with state
         if name in _RATES_PER_GROUP:
             put_rate(values, index, float(values[0]) * scale)

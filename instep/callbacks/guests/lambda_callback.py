@@ -29,4 +29,4 @@ class LambdaCallback(Callback):
             choice(*HOOKS)("LambdaCallback's hook", name)
             if not callable(function):
                 raise wrong(name, function, "a function that takes the hook's arguments")
-            setattr(self, name, function)  # the Trainer finds hooks that are attributes of an object too
+            setattr(self, name, function)  # the Trainer also finds a hook that is an attribute of the object

@@ -209,7 +209,7 @@ class ThroughputMonitor(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         counter, self._counter = self._counter, None
-        if counter is not None:  # the step whose operations were counted raised an error
+        if counter is not None:  # still counting, because the counted step raised an error
             counter.__exit__(None, None, None)
 
     # ---- evaluation

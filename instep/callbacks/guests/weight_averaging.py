@@ -38,9 +38,9 @@ class WeightAveraging(Callback):
     is updated. By default this happens after every optimizer step, and the average is the mean of the weights after all
     these steps. Before the first update the trained weights are used.
 
-    A checkpoint holds both sets of weights: one as its plain weights, which any program loads, and the other beside
-    them. A resumed run continues with the trained weights and the average, bit for bit, on any number of ranks and
-    under any strategy. To load the trained weights from a checkpoint, use
+    A checkpoint holds the trained weights and the average: one of the two as plain weights, which any program loads,
+    and the other in an entry of its own. A resumed run continues with both of them, bit for bit, on any number of ranks
+    and under any strategy. To load the trained weights from a checkpoint, use
     `load_from_checkpoint(path, which_weights="live")` or `instep merge-weights --weights live`.
 
     Weights of 16 bits are averaged in float32, so that small updates are not lost by rounding.

@@ -126,7 +126,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._close_epoch(trainer, module)
         self._train_start_s = time.monotonic()
-        # Above 0 if the run resumed within this epoch: the number of its batches that were done before.
+        # Number of the epoch's batches that were done before a resume; 0 if the run did not resume within this epoch.
         self._train_first = trainer.progress.outer_batch
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:

@@ -121,7 +121,7 @@ class Notebook(Lines):
     live = True
 
     def __init__(self, shell: Any) -> None:
-        from IPython.display import display  # a notebook has already loaded IPython
+        from IPython.display import display  # costs no time, since a notebook has already loaded IPython
 
         super().__init__()
         if getattr(shell.display_pub, "session", None) is not None:
