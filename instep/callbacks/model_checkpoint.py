@@ -258,7 +258,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """Paths and scores of the kept checkpoints, without one that is kept only because it is the newest."""
+        """Paths and scores of the kept checkpoints, without a checkpoint that is kept only as the newest one."""
         scores = {one.key: math.nan if one.score is None else one.score for one in self._ranked()}
         return {key: torch.tensor(score, dtype=torch.float64) for key, score in scores.items()}
 
@@ -314,7 +314,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def keeps_newest(self) -> bool:
-        """True if a run that resumes by itself must keep its newest full state whenever this callback's save is due."""
+        """True if a run that resumes by itself also keeps its newest full state when a save of this callback is due."""
         return not (self._only_ranked or self.saves_nothing)
 
     # ---- when to save

@@ -115,7 +115,7 @@ def job_code(first: list[int], last: list[int], killed: bool, early: bool = Fals
             to end.
         last: exit codes of all ranks at the end.
         killed: whether a rank did not end in time and was killed.
-        early: whether the first rank that failed had started only shortly before.
+        early: whether the first rank that failed had started only shortly before its failure.
     """
     if EXIT_HUNG in first:  # checked first, since a rank that reports a hang makes the other ranks end
         return EXIT_HUNG

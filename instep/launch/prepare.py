@@ -133,7 +133,7 @@ def _remove_if_left(folder: str) -> None:
 
 
 def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
-    """Return the program and the arguments with which a rank starts; torch's agent fills in `${local_rank}` in them.
+    """Return the program and the arguments with which a rank starts; torch's agent replaces `${local_rank}` in them.
 
     Raises:
         SettingError: the program does not exist, or the system cannot pin ranks to cores.
@@ -230,7 +230,7 @@ def _update(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def signals_restored(signals: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
-    """Restore the handlers of these signals at the end of the block; the block gets the old handlers by signal."""
+    """Restore the handlers of signals at the end of the `with` block; yield a dict of these handlers by signal."""
     before = {signum: signal.getsignal(signum) for signum in signals}
     try:
         yield before

@@ -43,7 +43,7 @@ _CONF = {"last_call_timeout": "10", "keep_alive_interval": "5", "keep_alive_max_
 
 
 class Nodes(RendezvousHandler):
-    """Base of the rendezvous: the methods that torch's agent calls, and some more for instep's agent.
+    """Base class of the rendezvous, with methods for torch's agent and further methods for instep's agent.
 
     Attributes:
         elastic: whether nodes may leave and join.

@@ -177,7 +177,7 @@ def visible(indices: Iterable[int]) -> str:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a device the current device of its kind, if this kind of device has one."""
+    """Make a device the current device of its kind, if torch has a current device for this kind."""
     module = getattr(torch, device.type, None)
     if device.index is not None and module is not None and hasattr(module, "set_device"):
         module.set_device(device)

@@ -398,7 +398,7 @@ class PartialState(ProcessMethods):
 
     @property
     def debug(self) -> bool:
-        """Whether ranks compare each collective before they run it: the argument, else `INSTEP_DEBUG`."""
+        """Whether ranks compare each collective before they run it, by the argument `debug` or else `INSTEP_DEBUG`."""
         return process.held().debug
 
     @property

@@ -318,8 +318,9 @@ class _Rates:
         self.first, self.last, self.count, self.mode = first, last, count, mode
 
     def at(self, index: int) -> float:
-        """Return the rate of trial step `index`: `first` for 0, then the rate at the fraction (index + 1) / count.
+        """Return the rate of trial step `index`, from 0.
 
+        Step 0 has the rate `first`; step `index` has the rate at the fraction (index + 1) / count of the way to `last`.
         Source: the same rates as those of Lightning's learning-rate finder.
         """
         if index == 0:

@@ -452,7 +452,7 @@ def _without_masks(
     Args:
         state: the state dict; values are tensors, or tensors of a checkpoint that are read when needed.
         names: names of the weights to convert. None: all.
-        applied: True: the plain weight is zero where it is masked. False: it is `weight_orig`.
+        applied: True: the plain weight is zero where the mask is zero. False: the plain weight is `weight_orig`.
     """
     masked = {name.removesuffix("_mask") for name in state if _is_masked(name, state)}
     masked = masked if names is None else {name for name in masked if clean_name(name) in names}

@@ -54,7 +54,7 @@ class RayReport(Reporting):
 
     @staticmethod
     def ckpt_path() -> str | None:
-        """Return the path of the checkpoint from which Ray resumes this trial or worker; None if it is new."""
+        """Return the checkpoint path from which Ray resumes this trial or worker; None for a new trial or worker."""
         checkpoint = _session().get_checkpoint()
         return None if checkpoint is None else str(Path(checkpoint.to_directory(), _NAME))
 
