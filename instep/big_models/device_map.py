@@ -244,7 +244,7 @@ def _classes(model: nn.Module, no_split_module_classes: Collection[str] | str | 
             "no_split_module_classes", no_split_module_classes, "names of classes, such as ['LlamaDecoderLayer']"
         )
     counts = Counter(type(module).__name__ for module in model.modules())
-    # A warning only if no name is found, since some names may be those of related models.
+    # Warn only if the model has none of the classes, since some names may be of classes of related models.
     if names and not any(name in counts for name in names):
         often = [f"{name} ({count} times)" for name, count in counts.most_common(8)]
         warn_user(

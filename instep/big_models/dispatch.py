@@ -387,12 +387,12 @@ class _Stays:
                 f"{kind}.{self._name}: the model is dispatched to the devices of its hf_device_map and stays there. "
                 "Dispatch it with another map or dtype, or call remove_hook_from_submodules(model) first."
             )
-        if args[0](torch.empty(0)).dtype != torch.float32:  # this call would convert the whole module to another dtype
+        if args[0](torch.empty(0)).dtype != torch.float32:  # the call would convert the model to another dtype
             raise UsageError(
                 f"{kind} is dispatched, and its weights cannot be converted. Give load_checkpoint_and_dispatch the "
                 "dtype, or use precision='bf16-mixed' in place of 'bf16-true'."
             )
-        return self._model  # only an outer module was moved, and this model stays where it is
+        return self._model  # the call has moved only an outer module, and the dispatched model stays on its devices
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
@@ -409,7 +409,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-# ---- whole models
+# ---- offloading whole models
 
 
 def cpu_offload(
@@ -541,7 +541,7 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
-# ---- single modules
+# ---- reading and changing the weights of single modules
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

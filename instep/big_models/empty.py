@@ -130,6 +130,6 @@ def _watch_registrations() -> None:
 
 
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Replace a parameter that is registered in a module; return None to keep it."""
+    """Return the parameter to register in a module instead of the given one; None: keep the given one."""
     stack = getattr(_blocks, "stack", None)
     return stack[-1].moved(parameter) if stack and parameter is not None else None

@@ -233,7 +233,7 @@ def _detach(subject: Any) -> None:
     if "_old_forward" in vars(subject):
         own = getattr(subject._old_forward, "__func__", None)
         if own is not None and own is getattr(type(subject), "forward", None):
-            del subject.forward  # after this, the class's own forward is used again
+            del subject.forward  # without this attribute, the class's own forward is used again
         else:
             _set_forward(subject, subject._old_forward)
         del subject._old_forward
@@ -306,7 +306,7 @@ class _Slot:
             stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
             self._value, self._kept = (value, kept) if stays else (None, None)
             self._seen = ref(value)
-        # The weight was frozen or unfrozen after the tensor was made from it.
+        # The user has frozen or unfrozen the weight since `kept` was made.
         elif kept.requires_grad is not self.requires_grad:
             kept.requires_grad_(self.requires_grad)
         return kept
@@ -468,7 +468,8 @@ class AlignDevicesHook(ModelHook):
             # A weight that was never copied to a device stays where it is: in memory, or mapped from a file.
             slot.load(value, None if slot.original == _META else slot.original)
             made = slot.holder[slot.leaf]
-            if isinstance(made, nn.Parameter) and value.numel():  # tied weights become one parameter again
+            # Tied weights become one parameter again.
+            if isinstance(made, nn.Parameter) and value.numel():
                 place = (value.data_ptr(), value.shape, value.dtype, made.device)
                 slot.holder[slot.leaf] = self.tied_params_map.setdefault(place, made)
         self._slots = []
@@ -509,7 +510,7 @@ def tensor_like(old: Tensor, value: Tensor) -> Tensor:
     else:
         new = Tensor._make_subclass(kind, value, old.requires_grad)
     new.__dict__.update(old.__dict__)
-    # The old tensor may be a placeholder, and only a placeholder may have this attribute.
+    # If `old` is a placeholder, it has this attribute, which no other tensor may have.
     new.__dict__.pop("offloaded_source", None)
     return new
 

@@ -52,7 +52,7 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
     def get(name: str) -> Path | None:
         try:
             path = Path(hub.hf_hub_download(repo_id, name, **options))
-        # This file is not in the cache, and the hub may not be asked or did not answer.
+        # This error means that the file is not in the cache, and that the hub did not answer or must not be asked.
         except errors.LocalEntryNotFoundError as error:
             silent.append(error)
             # A hub that did not answer is not asked again, since each file would take 25 s.
@@ -131,7 +131,7 @@ def told(repo_id: str) -> Iterator[None]:
     except absent as error:
         kind = CheckpointError if isinstance(error, errors.GatedRepoError) else CheckpointNotFoundError
         raise kind(_asked(repo_id, error)) from error
-    except (OSError, errors.HTTPError) as error:  # this HTTPError is a class of the client's HTTP library
+    except (OSError, errors.HTTPError) as error:  # HTTPError is a class of the HTTP library that the hub's client uses
         raise CheckpointError(_asked(repo_id, error)) from error
 
 

@@ -140,7 +140,8 @@ def load_checkpoint_in_model(
     offloaded = _offload(model, source, weights, offload_folder)
     with torch.no_grad():
         made = [(weight, _value(weight, mapped)) for weight, mapped in _ahead(weights, in_place=False)]
-        for weight, value in made:  # the model is changed only from here on
+        # The model is changed only from here on, after every value has been made without an error.
+        for weight, value in made:
             put_tensor(model, weight.names, weight.old, value)
         for weight, mapped in _ahead(weights, in_place=True):
             assert mapped is not None

@@ -18,8 +18,8 @@ Memory = Mapping[Any, int | str]  # bytes by device; the keys are `Any`, since t
 _NUMBERED = ("cuda", "xpu", "hpu", "npu")  # kinds of accelerators, whose devices a device map calls 0, 1, ...
 _NAMED = ("mps", "cpu", "disk")
 _CGROUPS = Path("/sys/fs/cgroup")
-# By cgroup version: subfolder of the mount, files of limits, file of the use, and entries of memory.stat that can be
-# freed.
+# For each cgroup version: subfolder of the mount, files with the limits, file with the number of used bytes, and
+# entries of memory.stat that count bytes that can be freed.
 _CGROUP_FILES = {
     "": ("", ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
     "memory": (

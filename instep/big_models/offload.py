@@ -31,7 +31,7 @@ from instep.utils.untrusted_files import open_regular, parse_object
 
 FILE = "offloaded_weights.safetensors"
 _NOTE = "instep.offload"
-# Number and bytes of the samples from each file that distinguish two checkpoints of equal sizes.
+# Number of samples that are read from each file, and bytes of a sample, to distinguish checkpoints of equal sizes.
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 Stored: TypeAlias = "Tensor | StoredTensor"
 

@@ -57,7 +57,7 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
             number + (number > 0) : number + 2
         ]:  # request the next piece before waiting for this one
             _libc().madvise(later, length, _WILLNEED)
-        # Older Linux kernels (before 5.14) and other systems do not have this request.
+        # Linux before 5.14 and other systems do not know _POPULATE: there, each page is loaded by reading a byte of it.
         if _libc().madvise(at, size, _POPULATE) != 0:
             sum(memoryview((ctypes.c_char * size).from_address(at)).cast("B")[::_PAGE])
 

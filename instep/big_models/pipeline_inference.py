@@ -30,7 +30,7 @@ from instep.strategies.materialize import deferred_weights, read_values
 from instep.strategies.pipeline.split import even_cuts
 from instep.utils.imports import check_torch
 
-_ROOT = "model."  # prefix of the model's names in a trace
+_ROOT = "model."  # prefix that the names of the model's weights have in a trace
 _SLOT = object()  # marks the place of a tensor in nested data
 
 
@@ -231,7 +231,7 @@ class _Pipeline:
         called, pipelined = _Called(self.model, outline), self.model.__dict__.pop("forward", None)
         try:
             with torch.no_grad(), _stand_ins(self.model), _without_cache(self.model), warnings.catch_warnings():
-                # torch itself uses the deprecated LeafSpec, in a deepcopy
+                # Ignore the warning that torch itself causes by using its deprecated class LeafSpec in a deepcopy.
                 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
                 device = next((tensor.device for _, tensor in _tensors_of(self.model)), torch.device("cpu"))
                 example = [
@@ -251,7 +251,7 @@ class _Pipeline:
         return _Trace(pipe, size, called.output(), self.state, self._here)
 
     def _here(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a weight on this rank's device, without a copy if its file or the model has it there."""
+        """Return a weight on this rank's device; not a copy if the model or a mapped file has it on this device."""
         name = self._first_names.get(name, name)
         if name not in self._weights:
             place = self._places.get(name)
@@ -403,7 +403,7 @@ class _Cut:
         graph = traced.graph
         for node in list(graph.nodes):
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                # This check would compare a tensor's device with the device that was used for tracing.
+                # Erase this check, since it would compare a tensor's device with the device that was used for tracing.
                 graph.erase_node(node)
             elif node.op == "call_function":
                 node.args, node.kwargs = (map_aggregate(given, self._moved) for given in (node.args, node.kwargs))
@@ -474,7 +474,7 @@ class _Cut:
                 if weight.op == "get_attr" and (len(sizes), weight.target) not in counted:
                     counted.add((len(sizes), weight.target))
                     sizes[-1] += attrgetter(str(weight.target))(traced).nbytes
-        if not sizes[0]:  # code before the first module counts for that module
+        if not sizes[0]:  # no weights before the first module: drop this empty entry
             del begun[0], sizes[0]
         if len(begun) < self.stages:
             raise SettingError(
@@ -508,7 +508,7 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
     """Make a transformers model return no cache of keys and values, which is not a tensor and would not be used."""
     configs: list[Any] = [
         getattr(module, "config", None) for module in model.modules()
-    ]  # an encoder and a decoder each have their own config
+    ]  # all modules, since an encoder and a decoder each have their own config
     before = [(one, one.use_cache) for one in configs if hasattr(one, "use_cache")]
     try:
         for one, _ in before:

@@ -165,7 +165,7 @@ def placeholder_of(
     kind = kind or kind_of(weight)
     requires_grad = weight.requires_grad if requires_grad is None else requires_grad
     new = _again(kind, weight.size(), weight.stride(), weight.dtype, requires_grad)
-    if issubclass(kind, nn.Parameter):  # copies attributes that users set on the parameter
+    if issubclass(kind, nn.Parameter):  # copy the attributes that users set on the parameter
         vars(new).update(vars(weight))
     new.offloaded_source = source
     return new
@@ -210,7 +210,7 @@ def _targets(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     """Return the arguments that a function would write to."""
     out = kwargs.get("out")
     found = [*out] if isinstance(out, tuple | list) else [out]
-    name = name.partition(".")[0]  # removes the overload of an operator from its name
+    name = name.partition(".")[0]  # remove the overload from the name of an operator
     special = name.startswith("__")
     changes = name in ("__set__", "__setitem__") or (name.startswith("__i") and name not in _NOT_IN_PLACE)
     if changes if special else name.endswith("_") or kwargs.get("inplace") is True:

@@ -48,7 +48,7 @@ class Prefetcher:
         self._next: dict[tuple[int | None, int], int] = {}
         self._last: tuple[int | None, int | None] = None, None
         self._held: dict[int, _Read] = {}
-        self._lock = threading.Lock()  # forwards may run in several threads
+        self._lock = threading.Lock()  # needed because forwards may run in several threads
         self._pid = -1
 
     def begin(self, block: int) -> None:
@@ -105,19 +105,19 @@ class Prefetcher:
 
 
 class _Read:
-    """One block that is being read, or was read."""
+    """One block of weights that is being read, or was read."""
 
     def __init__(self, block: int) -> None:
         self.block = block
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.tensors: dict[str, Tensor] = {}
-        self.copied: Any = None  # event that a CUDA stream records after the copy
+        self.copied: Any = None  # event that a CUDA stream records after the copy of the block's weights
 
     def wait(self, work: _Work) -> None:
         if not self.done.is_set():
             if work.mapped[self.block]:
-                return  # no wait, since using a page that is not in memory also reads it
+                return  # waiting is not needed, since using a page that is not in memory also reads it
             self.done.wait()
         if self.error is not None:
             raise self.error

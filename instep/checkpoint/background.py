@@ -154,7 +154,7 @@ class BackgroundSaver:
         return self._pending is None or self._pending.wait(timeout_s)
 
     def record(self, write: Callable[[BaseWriter], None]) -> Recorder:
-        """Wait for the previous save, then copy what `write` would write now. Local."""
+        """Wait for the previous save, then copy what `write` would write now. Not collective."""
         self.wait()
         self._buffers.wait()  # copies for an earlier recorder that was never saved may still run
         recorder = Recorder(self._buffers, *RankGroup().rank_and_size())
@@ -197,7 +197,7 @@ class BackgroundSaver:
         return pending
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for a running save, then release the memory and the process group. May be called twice. Local.
+        """Wait for a running save, then release the memory and the process group. May be called twice.
 
         Args:
             timeout_s: seconds after which a running save is abandoned. With several ranks an abandoned save fails; with
@@ -211,7 +211,8 @@ class BackgroundSaver:
         if ranks is not None:
             self._jobs.put(None)
             ranks.close(abort=not done)
-        if pending is None or done or pending.wait(_ABORT_S):  # False while the thread may still read the buffers
+        # The buffers are released only if no thread reads them any more.
+        if pending is None or done or pending.wait(_ABORT_S):
             self._buffers.close()
         if pending is not None and not pending._seen:
             if not done:
@@ -288,7 +289,7 @@ class HostBuffers:
 
     def close(self) -> None:
         """Release the memory. May be called twice."""
-        with suppress(RuntimeError):  # ignored, since no copy runs any more after a device error
+        with suppress(RuntimeError):  # a device error is ignored, since no copy runs any more after it
             self.wait()
         self._copying.clear()
         while self._blocks:
@@ -364,7 +365,7 @@ class _Block:
         self._cuda: Any = torch.cuda.cudart() if pinned else None
         if pinned and int(self._cuda.cudaHostRegister(self.content.data_ptr(), len(self.memory), 0)) != 0:
             self._cuda = None
-            with suppress(RuntimeError):  # this call, and not a later kernel, gets CUDA's last error
+            with suppress(RuntimeError):  # this call raises CUDA's last error, so that no later one does
                 torch.zeros(1, device="cuda")
 
     def close(self) -> None:

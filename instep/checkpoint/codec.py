@@ -34,7 +34,7 @@ _MOST_OPEN = MOST_DEPTH // 3 - 5  # one level of a state becomes up to three lev
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 _PURE_PATHS: dict[str, type[PurePath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
 _ARRAY_KINDS = "biufc"  # `dtype.kind` of numpy arrays that become tensors, if torch has the dtype
-_RAW_KINDS = "biufcUSMm"  # `dtype.kind` of numpy scalars, and of all other numpy arrays that can be saved: as bytes
+_RAW_KINDS = "biufcUSMm"  # `dtype.kind` of numpy arrays and scalars that can be saved as bytes
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 

@@ -80,7 +80,7 @@ def holder(root: Path, files: Files) -> dict[str, Any] | None:
             if not content["released"]:
                 fields = ("run_id", "host", "pid", "command", "since")
                 return {**{key: content.get(key) for key in fields}, "dead": is_gone(str(content.get("owner")))}
-        except (OSError, ValueError, KeyError, TypeError):  # unreadable, or changed in the meantime
+        except (OSError, ValueError, KeyError, TypeError):  # the lease is unreadable, or was removed in the meantime
             continue
     return None
 
@@ -89,7 +89,7 @@ def sizes(folder: Path, files: Files) -> dict[str, int]:
     """Return the size in bytes of every file of a checkpoint, including the manifest; {} if the folder is gone."""
     try:
         return files.sizes(folder)
-    except FileNotFoundError:  # a running save has renamed the folder
+    except FileNotFoundError:  # the folder was renamed or deleted in the meantime
         return {}
 
 

@@ -111,7 +111,7 @@ class Files(ABC):
 
     def read(self, path: Path, most: int) -> bytes:
         """Read a file of at most `most` bytes; raise OSError if it is larger."""
-        data = self.read_range(path, 0, most + 1)  # one request to an object store instead of two
+        data = self.read_range(path, 0, most + 1)  # without asking for the size first, which would be another request
         if len(data) > most:
             raise too_large(path, self.size(path), most)
         return bytes(data)

@@ -199,7 +199,7 @@ class OutFile(ABC):
 
 
 def _free_bytes(folder: Path) -> str:
-    if not isinstance(folder, Path):  # the free space of an object store is unlimited
+    if not isinstance(folder, Path):  # an object store, whose free space is unlimited
         return ""
     try:
         return f" ({shutil.disk_usage(folder).free:,} bytes are free there)"

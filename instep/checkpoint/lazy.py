@@ -34,8 +34,8 @@ _LONGEST = 100 * 10**6  # largest size of a header in bytes, as in the safetenso
 _TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
 # The mmap module has this constant since Python 3.13.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
-_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # mapping of each file in use
-# names of the file format's dtypes; a header with them can be read even if this version of torch lacks the dtype
+_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # the mmap object of each mapped file in use
+# names of all dtypes of the file format; a header with such a name can be read even if torch lacks the dtype
 _FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}
 
 

@@ -147,7 +147,7 @@ class Lease:
             return
         self._stop.set()
         _held.pop(self._id, None)
-        with self._writing:  # wait for a running renewal, which would undo the release
+        with self._writing:  # wait for a running renewal, since its write would undo the release
             try:
                 if not self._problem():
                     self._files.replace(self.path, self._content(released=True))
@@ -198,7 +198,7 @@ class Lease:
         """Return the reason why this lease is no longer valid; "" if it is valid."""
         highest = _highest(self.root, self._files)
         there = None if highest is None else _read(self.root, highest, self._files)
-        if isinstance(self.root, Path) and not self.root.is_dir():  # object stores have no folders
+        if isinstance(self.root, Path) and not self.root.is_dir():  # an object store has no folders to check
             return (
                 f"the folder {self.root} does not exist any more. It was removed or renamed, or its file system is no "
                 "longer mounted. Put it back where its checkpoints are wanted, and start this run again"
@@ -320,7 +320,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
     if ours is not None and ours.run_id == run_id:
         return ours
     gone = _was_ours(first) or is_gone(owner)
-    # The second condition is for a lease that this process has given back, but could not mark as released.
+    # The second condition is true for a lease that this process has released without being able to mark it so.
     if gone or (ours is None and owner == this_process()):
         return None
     if gone is None:

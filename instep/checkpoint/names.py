@@ -10,7 +10,7 @@ from typing import Any
 from instep.errors import CheckpointError, SettingError
 
 MANIFEST = "manifest.json"
-SAVING = ".saving-"  # prefix of a folder that is being written; the folder's name ends with the process that writes
+SAVING = ".saving-"  # prefix of a folder that is being written; the folder's name ends with the writing process's id
 DELETING = ".deleting-"  # prefix of a deleted checkpoint whose files are being removed
 _NUMBERED = re.compile(r"(?P<base>.+)-(?P<attempt>\d+)", re.DOTALL)
 _STEP = re.compile(r"step-(?P<step>\d+)")
@@ -63,7 +63,7 @@ def saving_name(final: str, owner: str) -> str:
 
 
 def saving_owner(folder: str) -> str:
-    """Return the process that writes to the hidden folder of a save, from the folder's name."""
+    """Return the id of the process that writes to the hidden folder of a save, from the folder's name."""
     return folder.rpartition("@")[2]
 
 

@@ -226,7 +226,7 @@ def file_problem(path: Path, record: FileRecord) -> str | None:
     try:
         refuse_link(path)
         size = patiently(lambda: files.size(path))
-        if size != record.bytes:  # the checksum need not be computed
+        if size != record.bytes:  # a file of another size needs no checksum
             return f"{path.name} has {size:,} bytes instead of {record.bytes:,}"
         return _difference(path.name, patiently(lambda: files.hash(path)), record)
     except CorruptCheckpointError as error:

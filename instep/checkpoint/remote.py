@@ -154,7 +154,7 @@ class RemoteFiles(Files):
             with _as_os_error(path):
                 _fs(path).rm_file(_key(path))
         except FileNotFoundError:
-            pass  # the object does not exist any more
+            pass  # nothing to do, since the object does not exist any more
 
     def _pieces(self, path: Path) -> Iterator[bytes]:
         """Yield the content of an object in order, while some further ranges are read in the background."""

@@ -82,7 +82,7 @@ class Resume:
 
     @classmethod
     def weights(cls, strict: bool | None = None) -> Resume:
-        """Make a choice that loads only the weights, for a new run; a file with weights is enough for it.
+        """Make a `Resume` that loads only the weights, for a new run. It can also load a file that has only weights.
 
         Args:
             strict: whether weights must fit exactly; False: load what fits. None: the module's `strict_loading`.
@@ -100,7 +100,7 @@ class Resume:
         return self.parts == ("weights",)
 
     def record(self) -> dict[str, Any]:
-        """Return these choices as JSON values, to be stored in the checkpoints of the run."""
+        """Return these settings as JSON values, to be stored in the checkpoints of the run."""
         return asdict(self)
 
 

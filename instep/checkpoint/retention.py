@@ -64,7 +64,7 @@ class Retention(ABC):
         return [one.key for one in saved[:-1] if one.key not in kept]
 
     def takes(self, new: Saved, saved: Sequence[Saved]) -> bool:
-        """Return True if the policy would keep a new checkpoint, given the existing ones; otherwise do not save it."""
+        """Return True if the policy would keep a new checkpoint beside the existing ones. If not, do not save it."""
         return new.key in self.kept([*saved, new])
 
     def __or__(self, other: Retention) -> Retention:

@@ -177,7 +177,7 @@ class SavedRun:
         self._ranks.clear()
 
     def same_sharding(self, rank: int, world_size: int, strategy: Strategy) -> bool:
-        """Return True if this rank reads the same part of the data as the same rank did at the save. Local."""
+        """Return True if this rank reads the same part of the data as the same rank did at the save. Not collective."""
         own = self.rank(rank)
         if own is None:
             return False

@@ -61,20 +61,20 @@ class RunSaver(ABC):
                 self._releases[store.root] = weakref.finalize(self, store.lease.release)
 
     def release(self, *roots: Path) -> None:
-        """Release the leases of folders, by default of all. Local."""
+        """Release the leases of the given folders, by default of all folders. Not collective."""
         for root in roots or tuple(self._owned):
             self._owned.pop(root, None)
             if root in self._releases:
                 self._releases.pop(root)()
 
     def pass_on(self) -> None:
-        """Give the leases of all folders to the run that was resumed, whose id this run now has. Local."""
+        """Give the leases of all folders to the resumed run, whose id this run has taken over. Not collective."""
         for store in self._owned.values():
             if store.lease is not None:
                 store.lease.pass_to(self._line().run_id)
 
     def store(self, folder: Location | None) -> CheckpointStore:
-        """Open the store of a folder, with the folder's lease if this run holds it. Local.
+        """Open the store of a folder, with the folder's lease if this run holds it. Not collective.
 
         Args:
             folder: folder of checkpoints. None: the folder where this run saves by default.
@@ -177,7 +177,7 @@ class RunSaver(ABC):
         return path
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for a running save, at most `timeout_s` seconds (None: no limit), and end the thread. Local."""
+        """Wait for a running save, at most `timeout_s` seconds (None: no limit), and end the thread. Not collective."""
         saver, self._background = self._background, None
         if saver is not None:
             saver.close(timeout_s)

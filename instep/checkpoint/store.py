@@ -145,7 +145,7 @@ class CheckpointStore:
         return saved
 
     def scan(self) -> list[CheckpointInfo]:
-        """Return the checkpoints with a valid manifest, the last saved first. Local.
+        """Return the checkpoints with a valid manifest, the last saved first. Not collective.
 
         Returns:
             The checkpoints; empty if the folder does not exist.
@@ -160,7 +160,7 @@ class CheckpointStore:
         return self.ranks.on_rank_zero(lambda: last_run(self.root, self.files), f"looking for the lease of {self.root}")
 
     def verify(self, path: Location) -> list[str]:
-        """Return a list of what is wrong with a checkpoint; empty if all its bytes match their checksums. Local."""
+        """Return a list of what is wrong with a checkpoint; empty if all checksums match. Not collective."""
         return folder_problems(self._inside(path))
 
     def verify_together(self, path: Location) -> list[str]:
@@ -278,7 +278,7 @@ class CheckpointStore:
         raise CheckpointNotFoundError(f"{keyword!r}: {where} has no checkpoint {what}{of_run}", path=self.root)
 
     def read(self, path: Location, verify: bool = True) -> Reader:
-        """Open a checkpoint, whose files are verified when this process first reads them. Local.
+        """Open a checkpoint, whose files are verified when this process first reads them. Not collective.
 
         Args:
             path: folder of the checkpoint, or the folder's name in this store.
@@ -440,7 +440,8 @@ class CheckpointStore:
         """Return a serial number higher than those of all saves of the run and of the folder."""
         known = None if self.lease is None else self.lease.serial
         if known is None:
-            known = max((other.serial for other in facts(self.root)), default=0)  # also copied checkpoints
+            # The checkpoints in the folder include those that were copied from another folder.
+            known = max((other.serial for other in facts(self.root)), default=0)
         return 1 + max(known, line.serial)
 
     def _delete(self, folder: Path) -> None:
@@ -529,7 +530,7 @@ class _FailedTries:
         return _FailedTries(self.tries + 1, attempt, why)
 
     def or_again(self, act: Callable[[], T], attempt: int) -> T | _FailedTries:
-        """Call `act` and return its result; after a temporary error, return the record with one more failed try."""
+        """Call `act` and return its result; after a temporary error, return a record with one more failed try."""
         try:
             return act()
         except CheckpointError as error:

@@ -127,7 +127,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_from_name(name: str) -> torch.dtype:
     """Return the dtype with this name; raise ValueError if this version of torch does not have it."""
-    dtype = vars(torch).get(name)  # not getattr, which would import a module of torch with this name
+    dtype = vars(torch).get(name)  # getattr is not used, since it could import a submodule of torch with this name
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return dtype
@@ -347,7 +347,7 @@ def _split_shared(tensors: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tens
         if view.numel() == 0:  # an empty tensor shares no memory with others
             stored[name] = view
             continue
-        where = view.data_ptr() or id(tensor)  # on some devices a tensor has no address
+        where = view.data_ptr() or id(tensor)  # the id is used on devices where a tensor has no address
         same = (view.device, where, view.dtype, view.shape, view.stride(), view.is_conj(), view.is_neg(), place)
         owner = first.setdefault(same, name)
         if owner == name:

@@ -50,12 +50,12 @@ class _Place:
         self.slices = [tuple(slice(b, b + n) for n, b in zip(shape, begin, strict=True)) for shape, begin in self.boxes]
 
 
-_places = WeakTensorKeyDictionary()  # the `_Place` of each parameter, by the parameter
+_places = WeakTensorKeyDictionary()  # maps each parameter to its `_Place`
 
 
 @dataclass
 class _Matrix:
-    """A matrix in a step: its parameter, its parameter group, its place, and the number of its owner."""
+    """A matrix in a step: its parameter, parameter group, the place of its parts, and the rank that owns it."""
 
     parameter: DTensor
     group: int
@@ -97,7 +97,7 @@ class WholeMatrix(Optimizer):
     """
 
     def __new__(cls, optimizer: Optimizer | None = None) -> Any:
-        if optimizer is None:  # the optimizer is being copied
+        if optimizer is None:  # copy and pickle call this without an argument
             return super().__new__(cls)
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, WholeMatrix):
             raise SettingError(
@@ -161,7 +161,7 @@ class WholeMatrix(Optimizer):
             self.state = before
 
     def _parts_of_a_step(self, all_of_them: bool = False) -> tuple[list[tuple[int, Tensor]], list[list[_Matrix]]]:
-        """Return the parameters that this rank has whole, by the number of their group, and all others in buckets."""
+        """Return the parameters that this rank has whole, each with its group's number, and all others in buckets."""
         plain: list[tuple[int, Tensor]] = []
         shared: list[tuple[int, DTensor]] = []
         for number, group in enumerate(self.param_groups):

@@ -98,15 +98,15 @@ class Entry:
 
     @property
     def outcome(self) -> str:
-        """State by which runs are counted; "ended nan" and the like if the run finished with such a metric."""
+        """State of the run for counts of runs; if the run finished but a metric ended nan, this is "ended nan"."""
         state = self.run.status.state
         return f"ended {self.ends[self.bad].last:g}" if self.bad and state == "finished" else state
 
     @property
     def why(self) -> str:
-        """Reason of the run's end in one line, with the rank last; "" for a run that finished.
+        """Why the run ended, in one line that ends with the rank if one is named; "" for a run that finished.
 
-        For a metric that ended nan, the reason names the metric and the step.
+        If a metric's last value is nan or infinite, the reason names the metric and the first step with such a value.
         """
         status = self.run.status
         if self.bad and status.state in ("finished", *_LIVE):
@@ -274,7 +274,7 @@ def ends_of(curve: Curve) -> Ends:
 def _index_of(root: Path) -> Path:
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # the user has no home folder
+    except RuntimeError:  # the user has no home folder, so nothing is cached
         home = Path(os.devnull)
     name = hashlib.blake2b(os.fsencode(root), digest_size=12).hexdigest()
     return home / "instep" / "runs" / f"{name}.json"
@@ -290,7 +290,7 @@ def _load(index: Path, root: Path) -> dict[str, Any]:
 
 def _save(index: Path, root: Path, rows: dict[str, Any]) -> None:
     text = json.dumps({"version": _VERSION, "root": str(root), "runs": rows}, separators=(",", ":"), allow_nan=False)
-    with suppress(OSError):  # if the cache cannot be written, the next call reads all runs again
+    with suppress(OSError):  # if the cache cannot be written, nothing breaks: the next call reads all runs again
         index.parent.mkdir(parents=True, exist_ok=True)
         replace_file(index, text.encode("utf-8", "surrogatepass"))
         files = sorted(index.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)

@@ -1,4 +1,4 @@
-"""How long each rank of a run takes for a step, as rank 0 saved it last."""
+"""Read how long the ranks of a run take for a step, from the file that rank 0 writes into the run folder."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Table:
             Column("run", [entry.name for entry in entries], rank=0, cut=True),
             Column("state", self._facts("state"), rank=1),
         ]
-        # True if the names of the runs already contain these settings.
+        # True if the names of the runs already contain the settings; the columns of settings are then less important.
         said = all(not entry.run.label.name and "=" in entry.name for entry in entries)
         for place, key in enumerate(self.params):
             cells = [naming.value(entry.params[key]) if key in entry.params else "" for entry in entries]

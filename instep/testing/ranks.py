@@ -44,7 +44,7 @@ def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, time
         job.join(30)
         error, results = f"it ended with exit code {job.exitcode}; what it said stands above", []
     finally:
-        job.kill()  # the ranks of the job end with it
+        job.kill()  # when the job ends, its ranks end too
         job.join()
         receiver.close()
     if error:
@@ -60,7 +60,7 @@ def _job(sender: Connection, function: Callable[..., Any], args: Sequence[Any], 
         answer = "", debug_launcher(function, tuple(args), ranks)
     except BaseException:  # noqa: BLE001  whatever it is, the check reports it
         answer = traceback.format_exc(), []
-    # not `send`, which would share the tensors' memory with this process, which may end before they are read
+    # `send` is not used: it shares the tensors' memory with this process, which may end before they are read.
     torch.save(answer, sent := io.BytesIO())
     sender.send_bytes(sent.getvalue())
     sender.close()

@@ -55,9 +55,9 @@ def check_strategy(
     """Check that a strategy keeps the rules of strategies, by runs of several processes on the CPU.
 
     The rules: with the same global batch, losses and weights equal those of one process; this is tried with a batch
-    that has fewer samples than ranks, with accumulated micro-batches, and with clipping. A run that is resumed in
-    the middle of an epoch ends with the same bits. One process can load the strategy's checkpoint, and the strategy
-    can load the checkpoint of one process.
+    that has fewer samples than ranks, with accumulated micro-batches, and with clipping. A run that is resumed in the
+    middle of an epoch ends in the same state, bit for bit, as a run that was not stopped. One process can load the
+    strategy's checkpoint, and the strategy can load the checkpoint of one process.
 
     Args:
         make: the class, or a function without arguments, at the top level of a module, since new processes import it.
@@ -180,7 +180,7 @@ def _train(
     )
     trainer.fit(module(), DataLoader(samples(length), batch_size=batch_size, shuffle=True), ckpt_path=start)
     held = comparable(dict(trainer.strategy.local_weights()), folder)
-    trainer.strategy.teardown()  # `fit` has called this already; a second call must be harmless
+    trainer.strategy.teardown()  # `fit` has called `teardown` already; a second call must be harmless
     return {"losses": watch.losses, "weights": watch.weights, "held": held}
 
 

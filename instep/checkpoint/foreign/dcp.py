@@ -68,7 +68,7 @@ class _DcpTensor:
 
 def find_folder(path: Path) -> Path | None:
     """Return the folder with the file `.metadata`: `path` or Accelerate's subfolder of it; None if neither has it."""
-    if not isinstance(path, Path):  # a URL: torch's checkpoints are read from local folders only
+    if not isinstance(path, Path):  # `path` is a URL, but torch's checkpoints are read only from local folders
         return None
     if (path / MANIFEST).exists():
         return None

@@ -76,7 +76,8 @@ def read_pickle(data: bytes | BinaryIO) -> Any:
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:
         return _Reader(stream, encoding="latin1").load()
-    except pickle.UnpicklingError as error:  # else it would be reported that the file needs to run code
+    # An UnpicklingError would be reported as a file that needs to run code.
+    except pickle.UnpicklingError as error:
         raise ValueError(str(error)) from error
 
 

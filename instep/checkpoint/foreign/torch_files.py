@@ -109,7 +109,7 @@ def _check_zip(file: BinaryIO, size: int) -> None:
             raise ValueError(f"{len(pickles)} records data.pkl, or one that is too large")
         folder = pickles[0].removesuffix("data.pkl")
         small = (name for name in records if name != pickles[0] and not name.startswith(f"{folder}data/"))
-        # torch reads these records into memory as a whole.
+        # torch reads all records that are not storages into memory as a whole.
         if any(records[name].file_size > _SMALL_BYTES for name in small):
             raise ValueError("a record that is no storage is too large")
         stored = {name.removeprefix(f"{folder}data/"): entry.file_size for name, entry in records.items()}
