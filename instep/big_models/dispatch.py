@@ -80,7 +80,7 @@ def dispatch_model(
         device_map: device by module name, or "auto", "balanced", "balanced_low_0", "sequential".
         main_device: device where offloaded modules compute; None: the first accelerator of the map, else the CPU.
         state_dict: values of modules on "cpu" and "disk", by full name; None: the model's own values.
-        offload_dir: folder for weights on "disk" that lie in no file yet.
+        offload_dir: folder for weights on "disk" that are not in a file yet.
         offload_index: for each weight on "disk": its file ("safetensors_file") and its name in the file
             ("weight_name").
         offload_buffers: whether buffers are offloaded too.

@@ -42,19 +42,19 @@ class ModelHook:
     """Whether the forward runs without gradients."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare a module when the hook is added; return it."""
+        """Prepare a module when the hook is added; return the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run before the forward; return its arguments."""
+        """Run before the forward; return the arguments for the forward."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Run after the forward; return its output."""
+        """Run after the forward; return the output of the forward."""
         return output
 
     def after_error(self, module: nn.Module) -> None:
-        """Run instead of `post_forward` if the forward raised."""
+        """Run instead of `post_forward` if the forward raised an error."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Undo what `init_hook` did, when the hook is removed; return the module."""
@@ -157,8 +157,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
     Args:
         module: the module, changed in place.
-        hook: the hook, which replaces the module's present hook.
-        append: whether the present hook is kept instead; the new hook then runs after it.
+        hook: the new hook, which replaces the module's present hook unless `append` is True.
+        append: whether to keep the present hook too; the new hook then runs after the present one.
 
     Returns:
         The module.
@@ -688,7 +688,7 @@ def attach_align_device_hook(
 
 
 def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevicesHook | None], name: str = "") -> None:
-    """Add hooks to a module and its submodules, except submodules whose weights an outer hook places.
+    """Add hooks to a module and its submodules, except submodules whose weights an outer module's hook handles.
 
     Args:
         module: the module.

@@ -30,7 +30,7 @@ def is_repository(name: PathLike) -> bool:
 def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
     """Download `config.json` and the weights of a hub repository, all of one commit, into the hub's cache.
 
-    The server is not asked for a list of files: instep knows the names, and checks those in the index.
+    The server is not asked for a list of files: their names are standard, or are in the index, and are then checked.
 
     Args:
         repo_id: name of the repository, such as "user/model".
@@ -42,7 +42,7 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
         The folder of that commit.
 
     Raises:
-        CheckpointNotFoundError: there is no such repository or revision, or no such weights in it.
+        CheckpointNotFoundError: there is no such repository or revision, or no weights in an accepted format.
         CheckpointError: the hub cannot be reached, or refuses access.
     """
     hub, errors = hub_module(), hub_module("huggingface_hub.errors")
@@ -102,7 +102,7 @@ def parts_of(index: Path) -> list[Path]:
 
 
 def owned(path: Path) -> Path:
-    """Return a file after checking that it lies in its own folder, or is a link to its blob in the hub's cache."""
+    """Return a file after checking that it is no link out of its folder, except to the blobs of the hub's cache."""
     folder = Path(os.path.realpath(path.parent))
     places = [folder]
     if folder.parent.name == "snapshots":

@@ -419,7 +419,7 @@ def _match(model: nn.Module, source: Source, strict: bool, later: bool) -> list[
         model: the model.
         source: the checkpoint's weights.
         strict: as for `load_checkpoint_in_model`.
-        later: whether weights without values may get them later.
+        later: whether weights without values may get their values later.
     """
     groups: dict[int, tuple[Tensor, list[str]]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -519,7 +519,7 @@ class _Converted:
 
 
 def _defer(model: nn.Module, weights: Iterable[_Weight]) -> list[_Weight]:
-    """Record the places in files of weights on the meta device, and return the other weights."""
+    """Record where the values of weights on the meta device are in files, and return the other weights."""
     waiting = {weight: weight.old.is_meta for weight in weights}
     for weight in (weight for weight, waits in waiting.items() if waits):
         weight.old.data = weight.old.data.to(weight.dtype)

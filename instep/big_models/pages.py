@@ -49,7 +49,7 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
         (at, min(_AT_ONCE, end - at))
         for begin, end in _joined(tensors)
         for at in range(begin, end, _AT_ONCE)
-        # A request for pages that are in memory takes as long as reading them.
+        # No request is made for pages that are in memory already, since it would take as long as reading them.
         if not _are_there(at, min(_AT_ONCE, end - at))
     ]
     for number, (at, size) in enumerate(pieces):

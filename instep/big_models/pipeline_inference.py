@@ -181,7 +181,7 @@ class _Pipeline:
         self._weights: dict[str, Tensor] = {}  # weights of this rank's stage, on its device
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Trace the model for inputs of these shapes; all ranks must call this."""
+        """Trace the model for inputs of the given shapes; all ranks must call this."""
         self._trace(*self._agreed((args, kwargs)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

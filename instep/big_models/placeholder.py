@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 class Placeholder:
-    """Tensor on the meta device that stands for an offloaded weight; mixed into the class of the weight.
+    """Tensor on the meta device that stands for an offloaded weight; it is a mixin for the weight's class.
 
     Reading its shape, dtype and the like costs nothing. Its device is the weight's device while the model computes,
     else the meta device. If a torch function gets a placeholder, the value is read for that call, so code outside of

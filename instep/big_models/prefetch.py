@@ -225,7 +225,7 @@ def prefetch_blocks(
 
 
 def _blocks_in(name: str, module: nn.Module | None) -> Iterable[tuple[str, list[str]]]:
-    """List the blocks of a module with the names of their weights: its layers, if it holds a list of layers."""
+    """List the blocks of a module with the names of their weights: each layer, or the module if it has no lists."""
     # The name is that of a weight outside of any block; the module of the weight is taken as the block.
     if module is None:
         yield name.rpartition(".")[0], [name]

@@ -493,7 +493,7 @@ def _load_saved(name: str, made: nn.Linear, weights: _Weights) -> None:
 def _device_map(
     model: nn.Module, chosen: Mapping[str, nn.Linear], config: Any, device_map: Any, max_memory: Any, no_split: Any
 ) -> dict[str, Any]:
-    """Return the device of each module, by sizes after quantization."""
+    """Return the device of each module, computed from the sizes after quantization."""
     if device_map is None:
         name = accelerator_name()
         return {"": "cpu" if name is None else torch.device(name, torch.accelerator.current_device_index())}

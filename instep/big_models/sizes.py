@@ -69,7 +69,7 @@ def dtype_byte_size(dtype: Dtype) -> float:
 
 
 def as_dtype(dtype: Dtype) -> torch.dtype:
-    """Return the dtype of a name, such as "float16" or "torch.float16"; a dtype is returned as it is.
+    """Return the dtype of a name, such as "float16" or "torch.float16"; a dtype is returned unchanged.
 
     Raises:
         SettingError: torch has no such dtype.

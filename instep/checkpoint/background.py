@@ -150,7 +150,7 @@ class BackgroundSaver:
         return self._buffers.bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no save runs, and return True; return False after the timeout. Raises no error of the save."""
+        """Wait until no save runs: return True, or False after the timeout. An error of the save is not raised."""
         return self._pending is None or self._pending.wait(timeout_s)
 
     def record(self, write: Callable[[BaseWriter], None]) -> Recorder:
@@ -173,7 +173,7 @@ class BackgroundSaver:
         line: Line | None = None,
         to_delete: Iterable[str | Path] = (),
     ) -> PendingSave:
-        """Start to write what `record` has copied, on the thread. Collective: all ranks call it.
+        """Start to write what `record` has copied, on the background thread. Collective: all ranks call it.
 
         Args:
             store: store that the checkpoint is saved in.

@@ -159,7 +159,7 @@ class Files(ABC):
 
     @abstractmethod
     def publish(self, folder: Path, final: Path, manifest: bytes) -> None:
-        """Commit the save atomically: afterwards the folder `final` is a checkpoint, before it is not."""
+        """Commit the save by one atomic operation, which makes the folder `final` a checkpoint."""
 
     # ---- deletion
 

@@ -234,7 +234,7 @@ class LazyTensor:
     """A tensor that is read only when needed, from one or more files.
 
     Args:
-        parts: the tensor's parts, in any order. Of equal parts that several ranks wrote, one is used.
+        parts: the tensor's parts, in any order. If several ranks wrote the same part, only one copy is used.
     """
 
     def __init__(self, parts: Iterable[FileSlice]) -> None:

@@ -52,7 +52,7 @@ class Line:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Line:
-        """Return the line of the checkpoints that lead to a checkpoint, given by its manifest."""
+        """Make a `Line` of the checkpoints that lead to a checkpoint, given by its manifest."""
         return cls(manifest.run_id, manifest.resumed_from, manifest.serial)
 
     def has(self, run_id: str, step: int) -> bool:
@@ -62,7 +62,7 @@ class Line:
         return any(run_id == before and step <= up_to for before, up_to in self.resumed_from)
 
     def knows(self, run_id: str) -> bool:
-        """Return True if a run is the run of this line, or an earlier run that it continued."""
+        """Return True if a run is the run of this line, or an earlier run that was continued by the line's run."""
         return run_id == self.run_id or any(run_id == before for before, _ in self.resumed_from)
 
     @classmethod

@@ -75,7 +75,7 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sort key: the checkpoint that was saved last has the highest one."""
+        """Sort key: the checkpoint that was saved last has the highest key."""
         return self.serial, self.step, self.attempt
 
     def to_bytes(self) -> bytes:

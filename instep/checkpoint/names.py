@@ -97,7 +97,7 @@ def inside(folder: Path, name: Any, said_by: Path) -> Path:
 
 
 def _leads_out(folder: Path, path: Path) -> bool:
-    if not isinstance(path, Path):  # an object store has no symbolic links
+    if not isinstance(path, Path):  # no check, since an object store has no symbolic links
         return False
     holder = path if path.is_dir() else path.parent
     if holder == folder:

@@ -221,7 +221,7 @@ def whole_name(name: str) -> str:
 
 
 def file_problem(path: Path, record: FileRecord) -> str | None:
-    """Return what is wrong with a file of a checkpoint, as text; None if it matches its record."""
+    """Return what is wrong with a file of a checkpoint, as text; None if it has the size and checksums of `record`."""
     files = files_of(path)
     try:
         refuse_link(path)

@@ -323,7 +323,7 @@ def check_left_out(saved: LeftOut, now: LeftOut, path: Path, module: Any, strict
 def rest_of(
     shapes: Mapping[str, Any], state: Mapping[str, Any], absent: Mapping[str, Any], strict: bool, path: Path
 ) -> dict[str, Any]:
-    """Return the shapes of those weights that are not in `absent`, the weights that the checkpoint did not save.
+    """Return the shapes of all weights except those in `absent`, which the checkpoint does not contain.
 
     If `strict`, raise RuntimeError unless the checkpoint has exactly these weights.
     """

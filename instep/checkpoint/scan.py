@@ -182,7 +182,7 @@ _INDEXED = 16
 
 
 def facts(root: Path, by_name: bool = False) -> list[Facts]:
-    """Return the facts about all checkpoints in a folder, the last saved first, for use by a save.
+    """Return what a save must know about each checkpoint in its folder, the last saved first.
 
     The facts are cached, and a manifest is read again only if its file has changed. Loading does not use this cache:
     `list_checkpoints` and `Reader` read every manifest again.

@@ -440,7 +440,7 @@ class CheckpointStore:
         """Return a serial number higher than those of all saves of the run and of the folder."""
         known = None if self.lease is None else self.lease.serial
         if known is None:
-            # The checkpoints in the folder include those that were copied from another folder.
+            # The number of a checkpoint that was copied from another folder counts too.
             known = max((other.serial for other in facts(self.root)), default=0)
         return 1 + max(known, line.serial)
 

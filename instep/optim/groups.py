@@ -123,7 +123,7 @@ def layerwise_lr(
         The groups, for an optimizer, in the order of their first parameters.
 
     Raises:
-        SettingError: no parameter is in such a layer, or an argument is wrong.
+        SettingError: no parameter is in a layer that `layers` matches, or an argument is wrong.
 
     Example:
         >>> import torch

@@ -2,13 +2,13 @@
 
 Only `label` and `trash` write into run folders.
 
-- `folder`: `find_runs` and `Run`, a light record of a run folder of any logger.
+- `folder`: `find_runs` and `Run`, a small record of a run folder, whichever logger wrote it.
 - `label`: the name, tags and note that a user gives a run; `naming`: names for runs that no user has named.
-- `entries`: runs with hyperparameters and the last values of their metrics, from an index of earlier readings.
+- `entries`: runs with hyperparameters and the last values of their metrics, which are cached in an index.
 - `table`: a sweep as a table that fits a terminal; `where`: conditions on runs; `facts`: a single run as lines and
   rows.
 - `trash`: removing runs.
-- `status`: whether a run still goes on, how and why it ended, with the reason of each rank.
+- `status`: whether a run still goes on, how and why it ended, and the error of each failed rank.
 - `metrics`: curves of a run, downsampled while they are read; `rows`: the files of each logger as rows.
 - `ranks`: which ranks make the other ranks wait.
 - `checkpoints`: the checkpoints of a folder, and whether they are complete.

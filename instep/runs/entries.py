@@ -1,4 +1,4 @@
-"""Runs for a list: name, hyperparameters, and last and best values of each metric, from an index of earlier readings.
+"""Runs for a list: name, hyperparameters, and last and best values of each metric, which are cached in an index.
 
 The index is a cache in the user's own cache folder, one JSON file for each folder that was searched. A run is read
 again if the times or sizes of its files have changed. All runs are read again if the index is missing or damaged.
@@ -98,7 +98,7 @@ class Entry:
 
     @property
     def outcome(self) -> str:
-        """State of the run for counts of runs; if the run finished but a metric ended nan, this is "ended nan"."""
+        """State under which the run is counted: if it finished but a metric is nan, "ended nan", else its state."""
         state = self.run.status.state
         return f"ended {self.ends[self.bad].last:g}" if self.bad and state == "finished" else state
 
@@ -186,7 +186,7 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
 
 
 def without_metrics(runs: Sequence[Run]) -> list[Entry]:
-    """Return runs for a list without metrics, which are not read; the names are the same as in `read_entries`."""
+    """Return runs for a list that shows no metrics, and read none; the names are the same as in `read_entries`."""
     params = [params_of(run) for run in runs]
     names = call(list(zip(runs, params, strict=True)))
     return [Entry(run, of, {}, "", name) for run, of, name in zip(runs, params, names, strict=True)]

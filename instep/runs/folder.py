@@ -73,7 +73,7 @@ class Run:
 
     @cached_property
     def problems(self) -> list[str]:
-        """Files of the run that cannot be read, one line each with the reason; `Metrics` has the loggers' files."""
+        """Files of the run that cannot be read, one line each with the reason; not loggers' files, see `Metrics`."""
         return self._hparams[1]
 
     @cached_property

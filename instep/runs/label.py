@@ -74,7 +74,7 @@ def read_label(folder: Path) -> Label:
 
 
 def write_label(folder: Path, label: Label) -> None:
-    """Write the label of a run, replacing its old label at once.
+    """Write the label of a run, and replace the old label atomically.
 
     Args:
         folder: the run folder.

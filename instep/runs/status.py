@@ -72,7 +72,7 @@ def look(folder: Path) -> RunStatus:
 
 
 def _failures(folder: Path) -> list[dict[str, Any]]:
-    """Read the reports of failed ranks: first the cause, then ranks with an error of their own, then consequences."""
+    """Read the reports of failed ranks: the cause, then other ranks' own errors, then errors that follow from these."""
     try:
         names = sorted(os.listdir(folder / FAILURES))[:MOST_RANKS]
     except OSError:

@@ -183,7 +183,7 @@ def check_resume(
         saved_every: number of optimizer steps between two checkpoints of a run.
 
     Raises:
-        ContractError: the resumed run ends in another state, or no checkpoint lies within an epoch.
+        ContractError: the resumed run ends in another state, or no checkpoint was saved inside an epoch.
     """
     seed_process(1)
     trainer, extra = run(folder / "whole", None)

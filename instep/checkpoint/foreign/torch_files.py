@@ -49,7 +49,7 @@ def read_torch_file(path: Path) -> Any:
         path: file that one call of `torch.save` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read, or not without running code.
+        CheckpointError: the file cannot be read, or only by running code.
         CorruptCheckpointError: the file is damaged, or the sizes in it are inconsistent.
     """
     with (
