@@ -22,7 +22,7 @@ from instep.strategies.materialize import DISPATCHED
 Device = torch.device | int | str
 _META = torch.device("meta")
 _READ_WITHIN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-_counting = threading.Lock()  # guards the count of forwards that use a hook's weights
+_counting = threading.Lock()  # lock for the counts of running forwards of modules with hooks
 
 
 class ModelHook:

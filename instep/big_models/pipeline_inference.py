@@ -31,7 +31,7 @@ from instep.strategies.pipeline.split import even_cuts
 from instep.utils.imports import check_torch
 
 _ROOT = "model."  # prefix that the names of the model's weights have in a trace
-_SLOT = object()  # marks the place of a tensor in nested data
+_SLOT = object()  # object that marks the place of a tensor in nested data
 
 
 def prepare_pippy(

@@ -76,7 +76,8 @@ class Prefetcher:
                     del self._held[block]  # the block is forgotten, so that the next forward reads it again
             raise
         with self._lock:
-            if self._held.get(block) is read:  # False if a forward in another thread has released the block
+            # A forward in another thread may have released the block in the meantime.
+            if self._held.get(block) is read:
                 self._work.weights.staged.update(read.tensors)
 
     def _advance(self, block: int) -> list[_Read]:
@@ -226,7 +227,7 @@ def prefetch_blocks(
 
 def _blocks_in(name: str, module: nn.Module | None) -> Iterable[tuple[str, list[str]]]:
     """List the blocks of a module with the names of their weights: each layer, or the module if it has no lists."""
-    # The name is that of a weight outside of any block; the module of the weight is taken as the block.
+    # Here `name` is a weight outside of any block, and the module of this weight is taken as its block.
     if module is None:
         yield name.rpartition(".")[0], [name]
         return

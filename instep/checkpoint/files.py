@@ -251,7 +251,7 @@ class LocalFiles(Files):
         return hash_file(path)
 
     def read(self, path: Path, most: int) -> bytes:
-        return read_regular(path, most)  # raises an error, without reading, for a file of more than `most` bytes
+        return read_regular(path, most)  # this raises an error, without reading, for a file of more than `most` bytes
 
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         with open_regular(path) as file:
@@ -267,7 +267,7 @@ class LocalFiles(Files):
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
-        open_regular(path).close()  # raises an error if `path` is not a regular file
+        open_regular(path).close()  # this raises an error if `path` is not a regular file
         yield path, hash_file(path) if check else None
 
     def entries(self, folder: Path) -> dict[str, bool]:

@@ -244,7 +244,7 @@ class Lease:
 
 
 def check_seen(path: Path, files: Files, rank: int) -> None:
-    """Raise an error if this rank does not see the lease file of rank 0: the ranks then share no file system.
+    """Raise an error if this rank does not see the lease file of rank 0, because they do not share a file system.
 
     Slow network file systems are given time: the rank looks for the file again for some seconds.
 

@@ -260,7 +260,7 @@ def find_checkpoint(path: Location) -> Path:
 
     Args:
         path: path such as "runs/best-2"; or "runs/best" for the folder "runs/best-<attempt>" with the highest number.
-            If these folders are of different steps and have scores, the best one of the run that saved last is
+            If there are such folders of different steps, with scores, the best one of the run that saved last is
             returned. A ".ckpt" at the end is ignored, for Lightning's users: "runs/last.ckpt" is the newest checkpoint
             in "runs" if no checkpoint has that name.
 

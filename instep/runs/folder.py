@@ -221,5 +221,5 @@ def path_below(folder: Path, root: Path) -> str:
 
 
 def updated(stamp: Stamp) -> float:
-    """Return the time of the last change of a run's files, without its label; in seconds since 1970."""
+    """Return the time, in seconds since 1970, when a file of the run other than its label was last changed."""
     return max((time_ns for name, time_ns, _ in stamp if name != LABEL), default=0) / 1e9

@@ -71,7 +71,7 @@ class Metric:
 
 
 def metric_of(word: str) -> Metric:
-    """Return the metric for a text: its name, such as `val_loss`, or `val_x:max` if the greatest value is best.
+    """Return the metric for a name such as `val_loss`; `:min` or `:max` after the name says which value is best.
 
     Example:
         >>> metric_of("val_loss").greatest, metric_of("val_acc").greatest, metric_of("x:max").greatest

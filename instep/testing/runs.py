@@ -161,7 +161,7 @@ def small_trainer(
 
 
 def check_hook_names(caught: Sequence[warnings.WarningMessage], name: str, check: str) -> None:
-    """Raise if the Trainer has warned that a method's name resembles a hook's name but is never called."""
+    """Raise if the Trainer has warned of a method that has a name like a hook's but is never called."""
     wrong = [text for each in caught if (text := str(each.message)).startswith(f"{name}.") and "called" in text]
     if wrong:
         raise ContractError(f"{check}: {'; '.join(dict.fromkeys(wrong))}")

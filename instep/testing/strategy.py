@@ -40,7 +40,7 @@ class Regression(TrainModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return SGD with momentum, a state that checkpoints must hold."""
+        """Return SGD with momentum, so that checkpoints must contain an optimizer state."""
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
