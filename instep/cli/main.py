@@ -201,7 +201,7 @@ def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
     # The help does not list -h, since a reader of the help has found this option already.
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     module.arguments(parser)
-    # A usage of three lines or more only repeats the list of options below it.
+    # A usage text of three lines or more is shortened, since the help lists the options below it.
     if parser.usage is None and parser.format_usage().count("\n") > 2:
         short = parser._get_formatter()
         short.add_usage(None, parser._get_positional_actions(), (), prefix="")
@@ -285,7 +285,7 @@ def _overview(words: Sequence[str]) -> int:
 
 
 def _top() -> dict[Command, str]:
-    """Return the first words of all commands; a group is one line, which lists the words after its name."""
+    """Return a description for each command, by its words; all commands of a group have one description together."""
     lines: dict[Command, str] = {}
     for first, *_ in COMMANDS:
         inner = "|".join(name[1] for name in COMMANDS if name[0] == first and len(name) > 1)

@@ -435,7 +435,7 @@ class TrainerCLI:
         self.trainer.how_to_give_data = "give --data package.Class, or data: in a --config file"
 
     def _config_folders(self) -> list[Path]:
-        """List the folders of the `--config` files, the last one first, since one may be a run's own folder."""
+        """List the folders of the `--config` files, the last one first; the folder of a saved file is a run folder."""
         given = [*(self.config.get("config") or ())]
         if self.subcommand is not None:
             given += self._get(self.config, "config") or ()

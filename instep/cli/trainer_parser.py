@@ -375,7 +375,7 @@ def _without_key(message: str, known: set[str]) -> str:
 
 
 def _arguments(path: str) -> list[str]:
-    """List the arguments of an imported class, and those of its bases that it passes on."""
+    """List the arguments of an imported class, and those that its `**kwargs` pass on to base classes."""
     module, _, name = path.rpartition(".")
     cls = getattr(sys.modules.get(module), name, None)
     names: list[str] = []

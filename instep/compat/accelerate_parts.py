@@ -1,4 +1,4 @@
-"""Accelerate's classes and functions, on top of instep's; imports of Accelerate's names are searched here first."""
+"""Accelerate's classes and functions, made from instep's; `import` searches Accelerate's names here first."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Door(NameFinder):
         return self.package in self.roots
 
     def install(self) -> None:
-        """Replace the package in this process, so that `import` finds these names; a second call does nothing.
+        """Replace the package in this process: `import` then finds instep's modules. A second call does nothing.
 
         Raises:
             UsageError: the package has been imported already.

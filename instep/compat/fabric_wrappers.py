@@ -226,7 +226,7 @@ class _FabricDataLoader:
         self._batches = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, and torch's random state at the start of the pass and at this moment."""
+        """Return the position in the data, and torch's random state at the start of this pass over the data and now."""
         if hasattr(self._dataloader, "state_dict"):
             return self._dataloader.state_dict()
         place = {"passes": self._passes, "batches": self._batches}

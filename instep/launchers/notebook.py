@@ -174,7 +174,7 @@ def _cells(pattern: str) -> str:
         for line in cell.splitlines()
         if re.search(pattern, line)
     ]
-    # Lines that are not indented are preferred: they ran with their cell, unlike the body of a function.
+    # If some lines are not indented, only these are named: they ran with their cell, unlike the body of a function.
     outer = [(number, line) for number, line in found if not line[:1].isspace()]
     named = [f"cell [{number}]: {line.strip()}" for number, line in (outer or found)[:3]]
     return f" It was probably {'; or '.join(named)}." if named else ""

@@ -137,7 +137,7 @@ class RayLauncher:
 
     @contextmanager
     def _placed(self, ray: Any, count: int, received: list[int]) -> Iterator[list[Any]]:
-        """Place an actor for each rank in a placement group; remove the group at the end of the block."""
+        """Place an actor for each rank in a placement group; remove the group at the end of the `with` block."""
         from ray.util import placement_group, remove_placement_group  # imported late, since the package is optional
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -152,7 +152,7 @@ class Profiler(ABC):
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process."""
+        """Rank of this process in the whole job; 0 if there is only one process."""
         return self._local_rank or 0
 
     @property

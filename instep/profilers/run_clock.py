@@ -235,7 +235,7 @@ class RunClock:
         return event
 
     def _end_burst(self, done: int) -> None:
-        """Add a burst of `done` batches, which also represents the batches until the next burst."""
+        """Record a burst of `done` batches; its times also represent the batches until the next burst."""
         if done:
             self._left = gap = int(self._gap * (0.5 + self._random.random()))
             self._gap = min(self._gap * _GROWTH, _LARGEST_GAP)
@@ -245,7 +245,7 @@ class RunClock:
         self._take_finished()
 
     def _take_finished(self) -> None:
-        """Add the bursts that the device has finished, without waiting for the device."""
+        """Record the times of bursts that the device has finished, without waiting for the device."""
         # A failed device ends the run at its next use; an error raised here would hide that error.
         with suppress(RuntimeError):
             while self._pending and all(end.query() for _, _, _, end in self._pending[0][3]):

@@ -40,7 +40,7 @@ def code_of(folder: Path) -> dict[str, str]:
 
 
 def settings(one: Entry, other: Entry, same: bool) -> list[Row]:
-    """Return rows of the hyperparameters in which two runs differ; with `same`, also rows of equal ones."""
+    """Return rows of the hyperparameters in which two runs differ; with `same`, also of equal hyperparameters."""
     rows = []
     for key in dict.fromkeys((*one.params, *other.params)):
         a, b = (entry.params.get(key) for entry in (one, other))

@@ -172,7 +172,7 @@ class Curves(SweepPanel):
 
 
 class Against(SweepPanel):
-    """Panel with plots of hyperparameters against the metric, for all runs in the table."""
+    """Panel with plots of hyperparameters against the metric by which runs are compared, for all runs in the table."""
 
     def build(self) -> None:
         self._about = ui.label().classes("quiet")

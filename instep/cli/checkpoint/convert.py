@@ -8,7 +8,7 @@ Examples:
   instep checkpoint convert runs/best weights.safetensors       for anyone with safetensors
   instep checkpoint convert runs/best model.ckpt                a Lightning checkpoint, with optimizers
   instep checkpoint convert runs/best folder --to accelerate
-  instep checkpoint convert runs/best live.safetensors --weights live    those that were trained, not their average
+  instep checkpoint convert runs/best live.safetensors --weights live    the trained weights, not their average
   instep checkpoint convert foreign.ckpt runs/imported        from Lightning, Accelerate or safetensors
 """
 

@@ -98,7 +98,7 @@ def _optimizers(reader: Reader) -> Any:
 
 
 class _AnyTensor(dict[str, Any]):
-    """Mapping that returns an empty tensor for every name, in place of options that are tensors; no tensor is read."""
+    """Mapping that returns an empty tensor for every name, since the tensors in the file are not read."""
 
     def __missing__(self, key: str) -> Any:
         import torch  # imported late, since it is slow to import

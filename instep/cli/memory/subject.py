@@ -185,7 +185,7 @@ def training_loader(made: Any) -> Any:
 
 
 def _batch_from(data: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return a function that makes a batch like the first one of the data that an import path names."""
+    """Return a function that makes a batch with the shapes of the first batch of the data at an import path."""
     made = training_loader(import_path(data)(**arguments))
     first = next(iter(made)) if isinstance(made, Iterable) and not isinstance(made, Tensor | Mapping | tuple) else made
 

@@ -1,4 +1,4 @@
-"""Changes of meaning: code that still works after the change, but means something else.
+"""Changes of meaning: code that still works after a script is ported to instep, but means something else.
 
 This file is the only list of these changes. `instep migrate` searches a script for each place and writes a note. The
 first table of each porting guide (docs/porting) has the same places and texts; a test compares them.
@@ -33,7 +33,7 @@ class Change:
     beside: str = ""
 
     def holds(self, place: str, script: str) -> bool:
-        """Return True if the change applies to a place in a script."""
+        """Return True if this change of meaning applies to a place in a script."""
         return re.search(self.having, place) is not None and re.search(self.beside, script) is not None
 
 

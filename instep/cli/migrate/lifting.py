@@ -41,7 +41,7 @@ def _is_one_rank(test: cst.BaseExpression) -> bool:
 
 
 def lifted(node: cst.If, calls: frozenset[str]) -> list[cst.BaseStatement] | None:
-    """Return the statements that replace an `if` for one rank; None if that is not safe.
+    """Return the statements that replace an `if` for one rank; None if the replacement is not safe.
 
     Args:
         node: the `if` statement.
@@ -73,7 +73,7 @@ class _Lifting:
         self.of_one_rank: set[str] = set()  # names that only one rank assigns
 
     def block(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement] | None:
-        """Split a block into statements for one rank and statements for all ranks; return None if that is not safe."""
+        """Split a block into statements for one rank and statements for all ranks; None if the split is not safe."""
         made: list[cst.BaseStatement] = []
         waiting: list[cst.BaseStatement] = []  # statements for one rank, up to the next call that all ranks must make
         for statement in statements:
@@ -101,7 +101,7 @@ class _Lifting:
     def _before(
         self, statement: cst.BaseStatement, waiting: Sequence[cst.BaseStatement]
     ) -> list[cst.BaseStatement] | None:
-        """Split the statements before a call: assignments that the call needs come first, on all ranks."""
+        """Move assignments that a call needs before all other statements, out of the `if`; None if that is not safe."""
         needed = _names(statement.test if isinstance(statement, cst.If) else statement)
         if isinstance(statement, cst.If):
             needed |= {name for part in _block(statement.body) for name in _names(part)}

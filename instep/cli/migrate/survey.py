@@ -69,7 +69,7 @@ class Plan:
         self.findings.add(Finding(self.line(node), "note", text))
 
     def report(self) -> list[Finding]:
-        """Return the findings by line; equal ones, unless they are a "todo", become one that lists all lines."""
+        """Return the findings by line. Equal findings "warns" or "note" become one finding, which lists all their lines."""
         lines: dict[tuple[str, str], list[int]] = defaultdict(list)
         for finding in sorted(self.findings):
             lines[finding.kind, finding.text].append(finding.line)
