@@ -257,7 +257,9 @@ def compiled_code_in(folder: PathLike | None) -> Iterator[None]:
     """Store compiled code in a folder and load it from there, for the time of the `with` block.
 
     Args:
-        folder: the folder; None: torch's own folder.    Raises:
+        folder: the folder; None: torch's own folder.
+
+    Raises:
         SettingError: another user can write to the folder, so that the code in it cannot be trusted.
     """
     if folder is None:

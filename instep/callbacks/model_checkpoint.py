@@ -334,7 +334,7 @@ class ModelCheckpoint(Callback):
             # If this callback saved the checkpoint that the run resumes from, no other save is due at its step.
             if about.get("saver") == self.state_key:
                 self._last_step_saved = trainer.global_step
-                # If that checkpoint was not ranked, the validation that logs the metric is still to come.
+                # If the checkpoint was saved without a ranking, the validation that logs its metric is still to come.
                 if self.monitor is None or about.get("ranked"):
                     self._last_step_judged = trainer.global_step
         self._start_clock(trainer)

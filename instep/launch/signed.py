@@ -70,7 +70,7 @@ class SignedStore:
 
 
 class NotOurs(RendezvousStateError):
-    """Error about the state of a rendezvous that was not signed with this job's secret."""
+    """Error about a rendezvous whose state was not signed with this job's secret."""
 
 
 class SignedBackend(RendezvousBackend):

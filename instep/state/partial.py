@@ -1,6 +1,7 @@
 """`PartialState`: rank, device and world size of this process.
 
 The first construction of a `PartialState` sets these values: all of them, or none if it fails.
+
 This file also has `split_between_processes`, and decorators that run a function only on some processes.
 """
 
@@ -258,6 +259,7 @@ class ProcessMethods:
         """Make a function run only on one rank. On other ranks the call returns None.
 
         A single process always runs the function.
+
         Args:
             function: the function. Leave it out in the form `@on_process(process_index=...)`.
             process_index: the rank.

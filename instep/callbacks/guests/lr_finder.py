@@ -321,6 +321,7 @@ class _Rates:
         """Return the rate of trial step `index`, from 0.
 
         Step 0 has the rate `first`; step `index` has the rate at the fraction (index + 1) / count of the way to `last`.
+
         Source: the same rates as those of Lightning's learning-rate finder.
         """
         if index == 0:

@@ -101,7 +101,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self._scheduled = False  # undo an earlier run's setting; a resumed run loads its state later
+            self._scheduled = False  # an earlier run may have set this flag; a resumed run loads it later
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         name = type(self).__name__

@@ -359,7 +359,7 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
             else {}
         )
         tokens = sorted((name for name in items if name.endswith("items_per_sec")), key=lambda name: "device" in name)
-        # With several processes, the first name is that of the sum over processes; with one, that of its device.
+        # The first of these names is the rate of all processes together; with one process, the rate of its device.
         facts += [f"{amount(items[name])} tokens/s" for name in tokens[:1]]
         facts += [f"MFU {value:.1%}" for name, value in items.items() if name.endswith("mfu")]
     return facts
