@@ -8,7 +8,7 @@ even if the rank that wrote it is missing.
 Invariants: instep announces every collective on the control group, so that an announcement is only compared with
 announcements. (The agreement on which ranks have a next batch is not announced.) A rank keeps the texts of its latest
 two announcements in the store. The rank cannot write a third text before every other rank has left the first
-collective, so no text is overwritten while it may be read. Collectives of the user's code, DDP and FSDP are not checked.
+collective, so no text is overwritten while it may be read. Collectives of user code, DDP and FSDP are not checked.
 """
 
 from __future__ import annotations
