@@ -162,7 +162,7 @@ def _powers_of(part: nn.Module) -> Iterator[_Power]:
 
 
 class _BuffersKept:
-    """Contexts of both forwards: the second changes no buffer, and its spectral norms use the vectors of the first."""
+    """Contexts of a part's two forwards. The second changes no buffer, and uses the first's spectral-norm vectors."""
 
     def __init__(self, norms: Sequence[_NormBase], powers: Sequence[_Power], context_fn: ContextFunction) -> None:
         self._norms, self._powers = norms, powers

@@ -373,7 +373,7 @@ class TrainerCLI:
             self._keep_from_parser(stand_ins)
 
     def _keep_from_parser(self, stand_ins: Mapping[str, StandIn]) -> None:
-        """Record the module's arguments that have texts of the checkpoint, which the parser must not build."""
+        """Record which arguments of the module have texts of the checkpoint: the parser must not build them."""
         plain = self._dumped()
         model = plain.pop("model")
         inner = "init_args." if "class_path" in model else ""

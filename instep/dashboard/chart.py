@@ -1,6 +1,6 @@
 """Turn the curves of runs into the options of an ECharts plot.
 
-Only this module sets the keys of the options, since the browser runs the value of a key that begins with ":" as code.
+Only this module sets the keys of the ECharts options: the browser runs the value of a key that begins with ":" as code.
 """
 
 from __future__ import annotations

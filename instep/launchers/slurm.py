@@ -133,7 +133,7 @@ def submit(job: BatchJob, test_only: bool = False) -> str:
         ) from None
     if done.returncode:
         raise UsageError(f"sbatch refuses the job: {done.stderr.strip()}")
-    # sbatch may print ";" and the name of the cluster after the number.
+    # sbatch may print ";" and the name of the cluster after the job's number.
     return done.stderr.strip() if test_only else done.stdout.strip().partition(";")[0]
 
 

@@ -1,6 +1,6 @@
 """Plots of hyperparameters against a metric, with a mark for each run.
 
-Only this module sets the keys of the options, since the browser runs a key that begins with ":" as code.
+Only this module sets the keys of the ECharts options: the browser runs the value of a key that begins with ":" as code.
 """
 
 from __future__ import annotations

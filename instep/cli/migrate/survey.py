@@ -69,7 +69,7 @@ class Plan:
         self.findings.add(Finding(self.line(node), "note", text))
 
     def report(self) -> list[Finding]:
-        """Return the findings by line. Equal findings "warns" or "note" become one finding, which lists all their lines."""
+        """Return the findings by line. Equal findings "warns" or "note" become one, which lists all their lines."""
         lines: dict[tuple[str, str], list[int]] = defaultdict(list)
         for finding in sorted(self.findings):
             lines[finding.kind, finding.text].append(finding.line)
@@ -358,7 +358,7 @@ class Names(cst.CSTVisitor):
         return [old, *new] if local in self.kept else new
 
     def add_import(self, node: cst.CSTNode, target: str) -> str:
-        """Import a name of instep at a node, and return the text by which the script uses it."""
+        """Import a name of instep in place of the name at a node; return the text by which the script uses it."""
         base = _base(node) if isinstance(node, cst.Attribute) else node
         assert isinstance(base, cst.Name)
         if isinstance(node, cst.Attribute):

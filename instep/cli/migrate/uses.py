@@ -163,7 +163,7 @@ class Uses(cst.CSTVisitor):
         self.plan = plan
         self.names = found
         self.is_lightning = any(name.startswith("lightning") for name in plan.found)
-        # Maps the text of an expression to the class of instep of its value.
+        # Maps the text of an expression to the dotted name of its value's class, a class of instep.
         self.receivers: dict[str, str] = {}
         self.classes: dict[str, str] = {}  # maps a class of the script to the key in `_KINDS` of its base class
         self.assigned: set[str] = set()  # attributes that the script sets
