@@ -147,7 +147,7 @@ def dispatch_model(
         )
 
     attach_hooks(model, make)
-    shared.clear()  # the dict would keep originals of weights that are now on a device in main memory
+    shared.clear()  # the dict would keep in main memory the originals of weights that are now on a device
     _Dispatched(model, weights)
     prefetch_blocks(model, weights, {name: where.device(name) for name in devices if where.is_away(name)})
     if weights:

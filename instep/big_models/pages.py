@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 _PAGE = mmap.PAGESIZE
-# Number of bytes in a request. A virtual disk reads 2.4 GB/s with this size, but only 1.2 GB/s in pieces of 8 MiB.
+# Number of bytes in a request. With this size, files that are not in memory are read from a virtual disk at 2.4 GB/s,
+# but only at 1.2 GB/s in pieces of 8 MiB.
 _AT_ONCE = 64 * 2**20
 _LARGE = 4 * 2**20  # minimum number of bytes of a tensor that gets its own request
 _WILLNEED, _HUGE, _POPULATE = 3, 14, 22  # codes of madvise's advice on Linux; the first is the same on macOS
