@@ -240,7 +240,7 @@ class Recompiles:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count recompilations inside the block, and log the first reason at its end at the latest."""
+        """Count recompilations inside the `with` block; at its end, log the first reason if it was not logged yet."""
         from torch._dynamo.callback import callback_handler  # imported late: importing torch's compiler takes 1 s
 
         callback_handler.register_end_callback(self._look)

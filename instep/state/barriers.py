@@ -116,7 +116,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
     if late:
         raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
-        calls = gather_calls(_call(name), groups.control)  # ranks in another collective of instep call this too
+        calls = gather_calls(_call(name), groups.control)  # ranks in other collectives call this function too
         doing = {rank: f"in {', '.join(parts)}" for rank, (parts, _) in enumerate(calls)}
         places = {rank: f"at {place}" for rank, (_, place) in enumerate(calls)}
         raise DistributedError(
