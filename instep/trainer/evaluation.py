@@ -273,7 +273,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                         kept.append(_to_cpu(outputs))
                 if not progress.eval_batch:
                     warn_of_no_batch(source, "predict", loader_idx)
-                ctx.heartbeat.enter("predict")  # the next loader begins here
+                ctx.heartbeat.enter("predict")  # tell the heartbeat that the next loader begins
             if keep and ctx.world_size > 1:
                 from instep.distributed.gathered import gather_in_order  # imported late: only several ranks need it
 
@@ -335,7 +335,8 @@ def forward_training_data(trainer: Trainer, before_batch: Callable[[bool], Any])
             make as many steps as the other ranks.
     """
     ctx = trainer._run
-    log = MetricLog("sanity_check", ctx.world_size)  # values logged in a sanity check reach no logger
+    # use the log of a sanity check, whose values are not sent to the loggers
+    log = MetricLog("sanity_check", ctx.world_size)
     rng, counted = rng_state(), copy.deepcopy(metric_states_module().metric_states(ctx.module))
     outer, step = ctx.switch_log(log), resolve_step(ctx, "training_step", "batch", "batch_idx")
     source = ctx.loaders.prepare_train()

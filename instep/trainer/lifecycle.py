@@ -474,10 +474,11 @@ def _report_overdue(ctx: RunContext, name: str) -> int:
     """Write into `status.json` that the grace period is over. Called in a thread, since the main thread may be stuck.
 
     Returns:
-        The exit code.
+        The code with which the process will exit.
     """
     if ctx.ending.preempted:
-        return EXIT_PREEMPTED  # the save is done and the status is written: only closing the run takes too long
+        # only closing the run takes too long: it is saved, and its status is already written
+        return EXIT_PREEMPTED
     text = f"{name} came, and saving took longer than the grace period of {ctx.settings.grace_period_s:g} s"
     ctx.trainer.run_folder.write_status(ctx.trainer, InstepError(f"{text}; nothing was saved"), name)
     return EXIT_FAILED
@@ -486,7 +487,7 @@ def _report_overdue(ctx: RunContext, name: str) -> int:
 def _report_killed(ctx: RunContext, name: str) -> None:
     """Report, in `status.json` too, that a second signal ends the process now. Called in the signal's handler."""
     trainer = ctx.trainer
-    with suppress(Exception):  # the signal must end the process, whatever it interrupted
+    with suppress(Exception):  # an error in this report must not keep the signal from ending the process
         if ctx.ending.preempted or not trainer.is_global_zero:
             return
         last = trainer.run_folder.last_saved

@@ -158,7 +158,7 @@ class Loaders:
         return stage in self.given
 
     def data(self, stage: str) -> StageData:
-        """Return the loaders of a stage and their numbers of batches, as users see them.
+        """Return the user's loaders of a stage, with the number of batches that each gives in the run.
 
         The run must have the stage.
         """
@@ -367,7 +367,7 @@ class Loaders:
         before an epoch that does not validate also requests them.
         """
         every, step = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch or 1
-        if not every or self.given.get("val") is not None:  # loaders that were passed in are never requested
+        if not every or self.given.get("val") is not None:  # loaders passed to fit are not requested
             return self.evaluation("val")
         at = self._trainer.position
         if (epoch + 1) % step == 0 and (at.val_loaded_epoch is None or epoch - at.val_loaded_epoch >= every):
@@ -497,7 +497,7 @@ def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
 def _is_batches(raw: Any) -> bool:
     """Return True if a list is itself the data (numbers, tensors or lists of tensors), not a list of loaders."""
     if isinstance(raw, (dict, room.CombinedLoader)) or not raw or any(item is None for item in raw):
-        return False  # None stands for a missing loader, and is refused when the loaders are prepared
+        return False  # a list with None is a list of loaders, in which one is missing: an error is raised later
     return not all(_is_loader(item) for item in raw)
 
 

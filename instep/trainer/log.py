@@ -159,7 +159,8 @@ class Accumulator:
     hook: str
     suffix: str = ""
     metric: Any = None
-    counts: Counts | None = None  # counts of the metric object for one loader, if there are several loaders
+    # what the metric object has counted in one of several loaders, stored at the end of that loader; else None
+    counts: Counts | None = None
     last: Any = None
     fresh: bool = False
     values: list[Any] = field(default_factory=list)
@@ -310,7 +311,7 @@ class StepMetrics(NamedTuple):
 
 
 class _Outstanding(NamedTuple):
-    """Values that are being copied to the host: the values for epoch sums with their weights, then new step values."""
+    """Values that are being copied to the host: first values to add to epoch sums, then the latest step values."""
 
     transfer: ScalarTransfer
     held: list[tuple[Accumulator, list[float]]]
@@ -419,9 +420,9 @@ class MetricLog:
     def set_loader(self, index: int | None) -> None:
         """Set the index of the evaluation loader that batches come from; None if no loader is being read.
 
-        If the logged name has the loader's index, the counts of a metric object are taken out at the end of each
-        loader, and kept apart. After the last loader the metric object gets the sum of these counts, for names and
-        hooks that concern all loaders.
+        If the logged name includes the loader's index, the counts of its metric object are stored for each loader when
+        this loader ends. After the last loader the metric object gets the sum of these counts, for names and hooks that
+        concern all loaders.
         """
         if self._num_loaders > 1:
             ended = [one for one in self._objects() if one.suffix and one.counts is None]

@@ -213,7 +213,7 @@ def check_sanity(ctx: RunContext) -> None:
             ctx.hooks.call("on_sanity_check_end")
     ctx.trainer.metrics.forget()
     ctx.trainer.state.stage = RunningStage.TRAINING
-    set_rng_state(rng)  # training must not depend on whether the sanity check ran
+    set_rng_state(rng)  # restore random generators, so that the training is the same without the sanity check
 
 
 def start_training(ctx: RunContext) -> None:
@@ -416,7 +416,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     else:
         at.closed_step = at.global_step
         if not getattr(trainer.checkpoint_callback, "saves_nothing", False):
-            # the epoch has no final metrics yet, by which this save could be ranked
+            # this save is not ranked by a metric, since the epoch has no final metrics yet
             save_now(ctx, "the run ended within an epoch")
     at.epoch_over = True
     agree_on_triggers(ctx)

@@ -291,7 +291,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """Toggle an optimizer for the length of a `with` block."""
+        """Call `toggle_optimizer` at the start of a `with` block, and `untoggle_optimizer` at its end."""
         self.toggle_optimizer(optimizer)
         try:
             yield

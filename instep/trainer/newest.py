@@ -85,7 +85,8 @@ class NewestState(ModelCheckpoint):
 
     @property
     def _folders(self) -> list[Path | None]:
-        # search the folders of all ModelCheckpoints, since after a restart another one may be the first
+        # Search the folders of all ModelCheckpoints. The state is in the folder of the first ModelCheckpoint, but
+        # before a restart another ModelCheckpoint may have been the first.
         return list(dict.fromkeys(each.own_folder for each in self._beside))
 
     @property

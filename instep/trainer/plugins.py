@@ -114,7 +114,7 @@ def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
 
 
 class SilentLogger(NoExperiment):
-    """Logger that logs nothing. It stands in for a logger in trials of steps, and with `fast_dev_run`."""
+    """Logger that logs nothing. With `fast_dev_run`, and in trials (steps that are undone), it replaces a logger."""
 
     experiment = NoExperiment()
     """Stand-in for a tracker's object: every method does nothing."""
@@ -137,7 +137,7 @@ def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Call
     Raises:
         SettingError: there are two progress bars, or a callback was passed although an argument turns it off.
     """
-    # its names load when used, so only the default callbacks that are switched on are loaded
+    # this package loads each of its names only when the name is used, so default callbacks that are off stay unloaded
     from instep import callbacks as room
 
     callbacks = list(settings.callbacks)

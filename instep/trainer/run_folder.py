@@ -305,7 +305,7 @@ class RunFolder:
 
     @property
     def _named(self) -> Path | None:
-        """Folder that the first logger with a `save_dir` asks for by its `version`."""
+        """Path of the folder that the first logger with a `save_dir` asks for by its `version`."""
         return None if self._asked is None else (self.base / self._asked).absolute()
 
     def _continues_in(self, ctx: RunContext, folder: Path) -> bool:
@@ -339,7 +339,7 @@ class RunFolder:
                 if not for_fit or files.create_exclusive(path / NAME, b'{"status": "starting"}\n'):
                     return path, True
                 free = False
-            except FileExistsError:  # another run created it in the meantime
+            except FileExistsError:  # another run created this folder in the meantime
                 free = False
             except OSError as error:
                 where = "Trainer(default_root_dir=...)" if self._decider is None else "the logger's save_dir"

@@ -101,7 +101,8 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         state.other = {} if shards is None else {of_kind: clean_names(shards)}
     state.optimizers = local(optimizers) or None
     shared |= _for_resume(ctx)
-    counted = ctx.validation.counted_before  # a resumed run repeats the running validation from its start
+    # Save the counts from before a running validation, since a resumed run repeats this validation from its start.
+    counted = ctx.validation.counted_before
     own: dict[str, Any] = {
         "rng": rng_state(),
         "metric_states": metric_states_module().metric_states(ctx.module) if counted is None else counted,
@@ -187,7 +188,7 @@ def _user_view(ctx: RunContext, state_dict: dict[str, Any]) -> dict[str, Any]:
 def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
     """Return the datamodule's hyperparameters that can be saved.
 
-    The other ones must be passed as arguments on loading.
+    All other hyperparameters must be passed as arguments when the datamodule is loaded.
     """
     if datamodule is None:
         return {}
@@ -492,7 +493,7 @@ def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
 
 
 def _stand_at(ctx: RunContext, saved: SavedRun) -> None:
-    """Set step and epoch during an evaluation to those of the checkpoint, to which the evaluation's metrics belong."""
+    """During an evaluation, set the Trainer's step and epoch to those of the checkpoint that is evaluated."""
     at = ctx.position
     ctx.exit_stack.callback(vars(at).update, dict(vars(at)))
     position = saved.shared.get("position")
@@ -726,7 +727,7 @@ def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dic
 
 
 def _layout(state: dict[str, Any], ctx: RunContext) -> str:
-    """Describe, for an error, how the layout of this run differs from the saved one."""
+    """Describe, for error texts, how this run's number of processes or strategy differs from the saved run's."""
     if state["world_size"] != ctx.world_size:
         return f", and this run has {ctx.world_size}"
     return f" of strategy={state['strategy']!r}, and this run's strategy={ctx.strategy.name!r} cuts the data otherwise"

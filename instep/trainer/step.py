@@ -317,7 +317,7 @@ def optimizer_step(ctx: RunContext) -> Callable[..., Any]:
 
 
 def _clip_function(ctx: RunContext) -> Callable[[], object] | None:
-    """Make the function that clips before each step; None if nothing is clipped.
+    """Make the function that clips the gradients before each step; return None if nothing is clipped.
 
     The norm is taken over all parameters that step together. An overridden hook of the module is called once for each
     optimizer.

@@ -564,7 +564,8 @@ class Trainer:
             self.settings = change(self.settings, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Users may read arguments by name. Python calls this method only for names that are not attributes.
+        # An argument can be read by its name, such as `trainer.max_epochs`. Python calls this method only for names
+        # that are not attributes.
         settings = self.__dict__.get("settings")
         if settings is None or not hasattr(settings, name):
             raise no_attribute(name)
@@ -947,7 +948,7 @@ class Trainer:
         manual_backward(self._run, loss, *args, **kwargs)
 
     def _batch_weight(self) -> float:
-        # This must not prepare data, which is collective, since torch.jit reads all properties of a module on one rank
-        # alone.
+        # Do not prepare data here: torch.jit reads all properties of a module, maybe on one rank only, and preparing
+        # data is collective.
         source = None if self._ctx is None else self._ctx.loaders.prepared_train
         return 1.0 if source is None else rank_weight(source)

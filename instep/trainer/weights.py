@@ -186,7 +186,7 @@ def _make(
     if hparams_file is not None:
         from instep.loggers.hparams import plain  # imported late: few programs pass such a file
 
-        # in the file of a logger, a class or a path is written as a text
+        # A logger's file has texts in place of classes and paths: keep a saved value that has the same text.
         given = _read_hparams(local_path(hparams_file))
         saved = {
             **saved,

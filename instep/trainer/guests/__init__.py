@@ -106,7 +106,7 @@ class StepGuest:
         """Raise an error if the feature does not work with the settings or loaders. Called before training."""
 
     def take(self, parts: StepParts) -> None:
-        """Change the parts from which forward and backward are made."""
+        """Change the parts that `forward_backward` is then made from, such as `parts.take` and `parts.weigh`."""
 
     def forward_backward(self, parts: StepParts) -> None:
         """Change `parts.forward_backward` and `parts.step_plain`."""

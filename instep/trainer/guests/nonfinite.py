@@ -110,7 +110,7 @@ class NonFiniteGuard(StepGuest):
         return (
             getattr(optimizer, "_step_supports_amp_scaling", False)
             and self._scaler is None
-            # with torch's older interface, `step` gets the scaler as an argument
+            # an optimizer with torch's older interface gets the scaler as an argument of `step`, and has no `found_inf`
             and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         )
 
@@ -193,7 +193,7 @@ class NonFiniteGuard(StepGuest):
 
     def _leave_out(self, optimizer: Optimizer) -> None:
         self._strategy.gradients.forget(optimizer)
-        # A step that the scaler skips is not counted. This step must be counted, also by schedulers.
+        # Unlike a step that the scaler skips, a step that this guard leaves out is counted, also by schedulers.
         self._strategy.gradients.step_was_skipped = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
 
@@ -342,7 +342,7 @@ def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
     """Compute the norm of each tensor. A norm is not finite if a value of the tensor is not, or nearly overflows."""
     if not tensors:
         return None
-    # Of a sharded tensor, only this rank's shard counts here: the reports of all ranks are gathered.
+    # Take only this rank's shard of a sharded tensor, since the reports of all ranks are gathered later.
     tensors = [getattr(t, "_local_tensor", t) for t in tensors]
     # on a GPU, this computes all norms in one kernel
     norms = torch._foreach_norm([t._values() if t.is_sparse else t for t in tensors])

@@ -186,7 +186,7 @@ class OwnBatches(StepGuest):
             except _EndOfBatches:
                 return None
             finally:
-                # the loop itself counts the last batch
+                # count all batches of this step except the last one, which the loop itself counts
                 self.ended, progress.eval_batch = taker.ended, taker.fetched - 1
 
         return run

@@ -126,7 +126,7 @@ class Snapshot:
         if make is None:
             return lambda: value
         later: list[Restore] = []
-        self._known[id(value)] = value, lambda: later[0]()  # a container may hold itself
+        self._known[id(value)] = value, lambda: later[0]()  # the value may be a container that holds itself
         later.append(make(self, value))
         self._known[id(value)] = value, later[0]
         return later[0]

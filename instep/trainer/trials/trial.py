@@ -200,7 +200,7 @@ class Trial:
         """Restore module, optimizers and strategy to their state at the trial's start, even in the middle of a step."""
         self._strategy.abandon_step()
         self._snapshot.restore()
-        # with DDP, this wraps the module again, with a new reducer
+        # with DDP, `prepare_training` wraps the module again, with a new reducer
         self._strategy.prepare_training(self._module, self._run.optimizers)
         # restore a second time, since `prepare_training` may have made buffers the same on all ranks
         self._snapshot.restore()
@@ -218,7 +218,7 @@ class Trial:
         self._close_data()
         given = dict.fromkeys(run.loaders.given) if fresh else {self._stage: run.loaders.raw(self._stage)}
         ctx.loaders = Loaders(self._trainer, self._module, run.datamodule, given, run.device, run.gradient)
-        # with `global_batch_size`, the loader's batch size decides the accumulation
+        # keep the run's accumulation, except with `global_batch_size`, where the loader's batch size decides it
         if run.settings.global_batch_size is None:
             ctx.loaders.accumulate = run.loaders.accumulate
         if steps is not None:
@@ -258,7 +258,7 @@ class Trial:
                     raise DataError("the training loader gives no batch, so no step can be tried")
                 at.next_epoch()
         finally:
-            source.set_epoch(first)  # this also sets the epoch of the user's samplers and data sets
+            source.set_epoch(first)  # `set_epoch` also sets the epoch of the user's samplers and data sets
             kept()
 
     # ---- steps
