@@ -93,7 +93,7 @@ class UnitCount(Callback):
             for work, summed in self._sums:
                 group: Any = PartialState().control_group
                 with nullcontext() if work.is_completed() else awaited(group, f"{type(self).__name__}: the sum"):
-                    work.wait()  # this raises an error if the sum has failed
+                    work.wait()  # if the sum has failed, `wait` raises an error
                 self._all += int(summed[0])
             self.total += self._all
             self._begin()
@@ -252,7 +252,7 @@ def _start_sum(mine: int) -> tuple[Any, Tensor]:
     group: Any = step_group()
     summed = torch.tensor([mine], dtype=torch.int64)
     announce(PartialState().control_group, "a count over ranks")
-    # torch.distributed.all_reduce, which calls this method, would cost twice as much
+    # `torch.distributed.all_reduce` calls `group.allreduce` too, but takes twice the time
     return group.allreduce([summed]), summed
 
 
@@ -317,9 +317,10 @@ class Tokens(UnitCount):
     accumulation. A step that `Trainer(nonfinite="skip")` leaves out counts, as it does in `global_step`.
 
     Args:
-        count: a key or an attribute of the batch, whose tensor's entries are counted, except those equal to `ignore`.
-            Or a function of the batch, as `training_step` gets it, that returns an integer or a 0-dim integer tensor.
-            Or an integer: the number of tokens in each sample, if all have the same length; then the batch is not read.
+        count: name of a key or an attribute of the batch that holds a tensor. The tensor's entries are counted, except
+            those equal to `ignore`. Or a function of the batch, as `training_step` gets it, that returns an integer or
+            a 0-dim integer tensor. Or an integer: the number of tokens in each sample, if all have the same length;
+            then the batch is not read.
         max_tokens: number of tokens at which the run ends, like `max_steps`; a float such as 2e9 is allowed. None for
             no limit.
         val_check_tokens: validate after each step that passes a multiple of this number, in addition to the validations

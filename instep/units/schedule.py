@@ -33,7 +33,7 @@ class CountedSchedule(Schedule):
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state, of numbers and strings only."""
+        """Return the schedule's state, which has numbers and strings only."""
         state = super().state_dict()
         del state["_counter"]  # the counter is a callback, and checkpoints save callbacks separately
         return state
