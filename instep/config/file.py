@@ -92,7 +92,7 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         name = str(key.value)
         if check_names and name not in NAMES:
             unknown += 1
-            if unknown <= _FEW:  # a hint for a few names only, since finding a similar name takes a millisecond
+            if unknown <= _FEW:  # give a hint for few names: each takes a millisecond
                 problems.append(f"{where}: {advice(name)}")
         if values.get(key.value) is not None:  # a setting without a value (`name:`) counts as not given
             said[name] = values[key.value], where

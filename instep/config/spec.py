@@ -167,8 +167,9 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     # The grace period is always set, since the agent kills the ranks after this time.
     added[variable_of("grace_period_s")] = str(settings.grace_period_s)
     if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
-        added[variable_of("strategy_options")] = ""  # options from the environment are for another strategy
-    # A rank may start processes itself. They get the same config file or none, so that no other file is found.
+        # clear the strategy options in the environment, since they are for another strategy
+        added[variable_of("strategy_options")] = ""
+    # Processes that a rank starts get the same config file, or none if this launch has none, so they find no other.
     added[FILE_VARIABLE] = NO_FILE if launch.file is None else str(launch.file.resolve())
     if settings.cpu_threads is not None:
         added["OMP_NUM_THREADS"] = str(settings.cpu_threads)
