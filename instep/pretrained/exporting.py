@@ -44,7 +44,8 @@ class PretrainedExport(Callback):
         part: name of the model within the module, such as "model" or "student.lm"; None: the only submodule that has
             `save_pretrained`.
         tokenizer: tokenizer, processor or other object with `save_pretrained`, which is written too; None: nothing.
-        keep: number of exports that are kept; None keeps all. After a resume, exports of later steps do not count.
+        keep: number of exports that are kept; None keeps all. Exports of steps that the run has not reached again after
+            a resume do not count.
         max_shard_size: maximum size of a file, such as "5GB".
         background: whether a thread writes the files, and the next export waits for it. The weights are copied at once.
 
@@ -59,7 +60,7 @@ class PretrainedExport(Callback):
     Source: the folder's format is that of transformers' and peft's `save_pretrained`.
     """
 
-    runs_last = True  # the weights are exported after other callbacks have changed them
+    runs_last = True  # so that the weights are exported after other callbacks have changed them
 
     def __init__(
         self,
