@@ -200,7 +200,7 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
     Raises:
         CheckpointNotFoundError: the folder has no weights.
         CorruptCheckpointError: a file is damaged.
-        CheckpointError: a file leads out of the folder, or is not a safetensors file.
+        CheckpointError: a file is a link or a path that leads out of the folder, or is not a safetensors file.
     """
     hyper_parameters, name = _read_config(folder / CONFIG)
     single, index = folder / "model.safetensors", folder / SAFE_INDEX

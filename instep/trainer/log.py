@@ -759,7 +759,7 @@ class MetricLog:
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
         everywhere = [local]
         counted = [metric_states_module().counted(accumulators)]
-        if self._world_size > 1:  # a rank without a sample learns of the other ranks' metric objects
+        if self._world_size > 1:  # tell every rank, also one without a sample, what the others have logged
             objects = [
                 one.full_name for one in accumulators if one.metric is not None and one.weight and one.computes_together
             ]

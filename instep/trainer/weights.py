@@ -333,7 +333,7 @@ def _strictness(module: TrainModule, strict: bool | None) -> bool:
 
 
 def _device_of(map_location: Any) -> torch.device:
-    """Resolve a `map_location` of `torch.load` to a device. It may be a device, a dict of devices, or a function."""
+    """Return the device that a `map_location` of `torch.load` (a device, a dict of devices or a function) means."""
     if callable(map_location):
         storage: Any = map_location(torch.UntypedStorage(0), "cpu")
         return torch.device("cpu") if storage is None else storage.device

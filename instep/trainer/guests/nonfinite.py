@@ -179,7 +179,8 @@ class NonFiniteGuard(StepGuest):
         batches = range(self._first_batch if losses and self._first_batch <= last else last, last + 1)
         check = _Check(self._position.global_step + 1, self._position.epoch, batches, losses, parameters, found)
         self._last_found, self._losses = found, []
-        # torch's fused SGD leaves its momentum uninitialized if `found_inf` leaves its first step out.
+        # If `found_inf` skips the first step of torch's fused SGD, its momentum is not initialized. So the host
+        # decides on a first step, and on a step in which the number of gradients has changed.
         new = self._leaves_out and any(self._known.get(id(o)) != len(_with_gradients(o)) for o in optimizers)
         if new or any(self._host_decides[id(optimizer)] for optimizer in optimizers):
             check.bad = bool(found.item())

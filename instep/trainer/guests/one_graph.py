@@ -117,7 +117,8 @@ class OneGraph(StepGuest):
 
         def train_compiled(batch: Any, batch_idx: int) -> Any:
             weight = weigh(batch_idx)
-            if not weight:  # a loss of nan stays nan with the weight 0, which only the step without the graph handles
+            # nan times a weight of 0 is nan, and only the step without the graph keeps it out of the gradients
+            if not weight:
                 return train(batch, batch_idx)
             if ctx.counts.in_window == 0:
                 zero_grad()
