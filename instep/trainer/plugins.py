@@ -278,7 +278,7 @@ def _check_files(loggers: Sequence[Any]) -> None:
 def _alike(one: Any, other: Any) -> bool:
     try:
         return bool(one is other or plain_values(one) == plain_values(other))
-    except (RuntimeError, ValueError):  # tensors and arrays cannot be compared to one bool, so they count as alike
+    except (RuntimeError, ValueError):  # comparing tensors or arrays gives no single bool, so they count as alike
         return True
 
 

@@ -283,7 +283,7 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) ->
         @torch.enable_grad()  # needed because some optimizers turn gradients off in their `step`
         def closure() -> Any:
             nonlocal found
-            counts.in_window = before  # L-BFGS calls this several times, and each time the gradients are computed anew
+            counts.in_window = before  # L-BFGS calls `closure` several times, each time for new gradients
             output = train(batch, batch_idx)
             outputs.append(output)
             prepare()
