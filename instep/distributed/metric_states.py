@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -226,10 +227,7 @@ def merge_metric_states(
             if all(isinstance(value, list) for value in values) and (rule or reductions.get(attribute) is None):
                 state[attribute] = [part for value in values for part in value]
             elif rule is not None and all(isinstance(value, Tensor) for value in values):
-                total = values[0]
-                for value in values[1:]:
-                    total = rule(total, value)
-                state[attribute] = total
+                state[attribute] = reduce(rule, values)
             else:
                 break
         if not known or len(state) < len(kept[0]["state"]):
@@ -290,7 +288,7 @@ def not_the_same(name: str, before: Any, value: Any) -> LogError:
 
 
 @contextmanager
-def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[None]:
+def able_to_compute(metric: Any, shapes: Mapping[str, Any], of_this_rank: bool = False) -> Iterator[None]:
     """Let a metric that has counted nothing on this rank take part in `compute` inside a `with` block.
 
     Its empty list states get the dtypes and shapes of the other ranks' states, since torchmetrics gathers only tensors
@@ -299,25 +297,29 @@ def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]
 
     Args:
         metric: a metric object.
-        shapes: result of `list_shapes` on ranks whose list states are not empty.
+        shapes: results of `list_shapes` (dtype and shape) on ranks whose list states are not empty, by their keys.
+        of_this_rank: compute from this rank's counts, since the other ranks do not compute: they would be waited for.
     """
-    filled: list[tuple[Any, str]] = []
-    empty = [one for _, one in with_parts(metric) if not one._update_count]
+    changed: list[tuple[Any, str, Any]] = []
+
+    def put(*change: Any) -> None:
+        changed.append((*change[:2], getattr(*change[:2])))
+        setattr(*change)
+
     for name, one in with_parts(metric):
+        if of_this_rank and hasattr(one, "distributed_available_fn"):
+            put(one, "distributed_available_fn", lambda: False)
+        if not one._update_count:
+            put(one, "_update_count", 1)
         for attribute, value in one.metric_state.items():
             if isinstance(value, list) and not value and (known := shapes.get(f"{name}.{attribute}")) is not None:
                 device = getattr(one, "device", None)
-                setattr(one, attribute, [torch.empty((0, *known[1]), dtype=getattr(torch, known[0]), device=device)])
-                filled.append((one, attribute))
-    for one in empty:
-        one._update_count = 1
+                put(one, attribute, [torch.empty((0, *known[1]), dtype=getattr(torch, known[0]), device=device)])
     try:
         yield
     finally:
-        for one, attribute in filled:
-            setattr(one, attribute, [])
-        for one in empty:
-            one._update_count = 0
+        for change in changed:
+            setattr(*change)
 
 
 def can_take(metric: Any) -> bool:

@@ -225,7 +225,7 @@ class Accumulator:
 
         Collective; `shapes` are the shapes of list states on the other ranks.
         """
-        with self.held(), metric_states_module().able_to_compute(self.metric, shapes):
+        with self.held(), metric_states_module().able_to_compute(self.metric, shapes, self.options.rank_zero_only):
             value = self.metric.compute()
         if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
             check_number(self.name, value)

@@ -333,7 +333,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             add_dataloader_idx: whether to append the loader's index to the name if there are several loaders.
             batch_size: number of samples that the value stands for, which is its weight in a mean; by default known
                 from the sampler or the batch.
-            rank_zero_only: whether the call is made on the main process only, so that nothing is reduced.
+            rank_zero_only: whether the call is made on the main process only, so that nothing is reduced, and a metric
+                object computes the value of its own counts.
             sync_dist_group: a process group of torch; values are reduced over its ranks only. Metric objects use their
                 own `process_group`.
             metric_attribute: name of the metric object's attribute in this module; by default the attribute is searched

@@ -315,7 +315,7 @@ def test_a_run_saved_within_a_validation_resumes_to_the_same_values(when: str, t
 
 def two_ranks() -> tuple[dict[str, float], dict[str, float], list[float]]:
     module = Sharing(training=logs("train", "t2", **ON_EPOCH), validation=logs("val", "v2"), test=logs("x", "y"))
-    module.cat, module.own = metrics().CatMetric(), metrics().MeanMetric(sync_on_compute=False)
+    module.cat, module.own = metrics().CatMetric(), metrics().MeanMetric()
 
     def count(outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         module.cat.update(batch)
