@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -52,6 +53,8 @@ PRELOADED = (
 )
 HANG_S = 600.0  # what takes so long hangs, also on a machine that is slow and busy; a test that is done is done sooner
 _LOG_TAIL_BYTES = 4000
+_PORTS = 20000, 10000  # the first one, and how many
+_LAST_PORT = f"/tmp/instep-test-port-{os.getuid()}"
 
 
 class RanksFailed(AssertionError):
@@ -68,9 +71,17 @@ class RanksFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on, below the range from which the kernel gives ports to outgoing connections."""
+    """A TCP port nobody listens on, below the range from which the kernel gives ports to outgoing connections.
+
+    All processes of this machine's tests count in one file, so that no two of them get the same port one after another.
+    """
     for _ in range(100):
-        port = random.SystemRandom().randrange(20000, 30000)
+        with open(_LAST_PORT, "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            port = _PORTS[0] + (int(file.read() or random.SystemRandom().randrange(_PORTS[1])) + 1) % _PORTS[1]
+            file.truncate(0)
+            file.write(str(port - _PORTS[0]))
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

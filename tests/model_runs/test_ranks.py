@@ -346,7 +346,7 @@ def test_two_hundred_drawn_runs_are_as_the_model_says(tmp_path: Path) -> None:
     file = tmp_path / "drawn.json"
     words = ["-m", "tests.model_runs", "--seed", "33", "--count", "200", "--json", str(file)]
     done = run_command([sys.executable, *words], timeout_s=3000.0)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     drawn = json.loads(file.read_text())["drawn"]
     assert all(
         drawn[kind] > 0 for kind in ("of 2 ranks", "of 3 ranks", "killed", "gone on with other ranks", "refused early")
