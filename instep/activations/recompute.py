@@ -152,7 +152,7 @@ def _forward(
 
 
 def _powers_of(part: nn.Module) -> Iterator[_Power]:
-    """Yield for each spectral norm in a part: the object, the buffers of its vectors, and the prefix of their names."""
+    """Yield each spectral norm in a part, with the buffers of its vectors and the prefix of these buffers' names."""
     for each in part.modules():
         if isinstance(each, _SpectralNorm) and "_u" in each._buffers:
             yield each, each._buffers, ""

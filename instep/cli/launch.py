@@ -1,6 +1,6 @@
 """Run a script as several processes, on this machine or on several.
 
-A setting comes from the script, else from these options, else the config file (`instep config`), else a variable.
+A setting comes from the script, these options, the config file (`instep config`) or the environment, in this order.
 Exit codes: 0 done; 75 preempted: saved, run it again; 76 hung; 1 failed; 2 wrong arguments.
 
 Examples:

@@ -573,7 +573,7 @@ def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
 
 
 def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
-    """Read the module's arguments from a checkpoint; an empty mapping for a file of weights or a wrong path."""
+    """Read the module's arguments from a checkpoint; return {} for a file of weights or a wrong path."""
     # Imported late, since only a given checkpoint needs it.
     from instep.checkpoint import CheckpointStore, find_checkpoint
 

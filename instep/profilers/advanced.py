@@ -98,4 +98,4 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "profiled_actions": {}, "_open": []}  # a copy has no recordings: they cannot be copied
+        return {**self.__dict__, "profiled_actions": {}, "_open": []}  # cProfile cannot copy recordings

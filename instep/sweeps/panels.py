@@ -23,7 +23,7 @@ from instep.sweeps.source import Sweep, SweepTable, by_group
 from instep.utils.untrusted_files import clean
 
 MOST_DRAWN, _MOST_METRICS = 50, 4
-_ALONE = ""  # choice of no bands: each run has its own line
+_ALONE = ""  # the choice "nothing: a line for each run", in place of bands
 _SEEDS = ("seed", "random_seed", "random_state")
 
 

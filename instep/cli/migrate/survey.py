@@ -233,7 +233,7 @@ class Names(cst.CSTVisitor):
         return (porting.successor(name) if name else None) or ""
 
     def rewritten(self, text: str) -> str:
-        """Return what a dotted name of the script becomes after the change."""
+        """Return what replaces a dotted name of the script in the changed script."""
         local, _, rest = text.partition(".")
         target = self.dotted(text)
         if not target:
