@@ -20,7 +20,7 @@ from tests.trainer.toys import LoggingToy, loader, quiet
 def example() -> str:
     text = inspect.getdoc(Strategy)
     assert text is not None
-    block = text.partition("clipped::\n")[2].partition("And then")[0]
+    block = text.partition("::\n")[2].partition("And then")[0]
     return textwrap.dedent(block)
 
 
