@@ -261,7 +261,7 @@ class Accelerator(ProcessMethods):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends its window, so that gradients are reduced and optimizers step."""
+        """Whether the current micro-batch ends its accumulation window: gradients are reduced and optimizers step."""
         return self._prepared.syncs
 
     @sync_gradients.setter
@@ -353,7 +353,7 @@ class Accelerator(ProcessMethods):
         return self._prepared.prepare_model(model, device_placement, evaluation_mode, name)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Prepare an optimizer, so that it steps only at the ends of windows. Collective.
+        """Prepare an optimizer, so that it steps only at the ends of accumulation windows. Collective.
 
         From this call on, ranks draw different random numbers, as with the Trainer; only rank 0 keeps the
         state of the user's random generators.
@@ -418,8 +418,8 @@ class Accelerator(ProcessMethods):
             models: the models that are trained in the block; default: all prepared models.
         """
         ends = self._prepared.window.enter(self.optimizers)
-        # Without even_batches, ranks have windows of different lengths, so they must reduce gradients in each
-        # micro-batch.
+        # Without even_batches, ranks have accumulation windows of different lengths, so they must reduce gradients in
+        # each micro-batch.
         syncs = ends or self._accumulation.sync_each_batch or not self.dataloader_config.even_batches
         self._uses.block = (tuple(map(id, models)), False) if self._uses.waits else None
         try:

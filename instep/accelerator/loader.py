@@ -48,7 +48,7 @@ class AcceleratedLoader:
             optimizer has stepped after them. None if neither has happened in this pass yet.
         trains: whether the loop has trained on this loader, in this pass or an earlier one.
         full_batches: batch number below which all batches have the same weight.
-        reliable: whether the sizes of the windows were known when the pass began.
+        reliable: whether the sizes of the accumulation windows were known when the pass began.
         opening: record of the first batches of the pass, until the script has used one of them; then None.
         reads_ahead: whether the script requested batches before it used the earlier ones, in the previous pass.
     """
@@ -83,8 +83,8 @@ class AcceleratedLoader:
         self._non_blocking = non_blocking
         self._restore_position = restore_position
         self._next_epoch = 0
-        # finished batches of the epoch as the loaded state counts them, minus their number as the source counts them: a
-        # state of another number of ranks has batches of other sizes
+        # finished batches of the epoch as the loaded state counts them, minus their number as the source counts them;
+        # not 0 if a different number of ranks saved the state, since their batches had other sizes
         self._others = 0
         self._pass: object = None  # identifies the running pass: an iterator of an older pass raises an error
         # position that `load_state` restored; None once the script has used a batch
@@ -241,8 +241,8 @@ class AcceleratedLoader:
     def set_windows(self, num_steps: int) -> None:
         """Set the number of batches in a window of accumulated gradients."""
         read_ahead = 0 if self._restored is None else most_kept(num_steps, self._held)
-        # a checkpoint may hold the position at the beginning of a window, so the source remembers the positions of one
-        # window
+        # a checkpoint may hold the position at the beginning of an accumulation window, so the source remembers the
+        # positions of one window
         self.source.history = num_steps + max(read_ahead, self._held - 1)
         plan = self.source.plan
         self.full_batches = plan.full_batches(num_steps)

@@ -196,7 +196,7 @@ class PreparedRun:
         known = self.inner(model)
         if known is not None:
             return self._wrapped[id(known)]
-        model = self._strategy.unwrap(model)  # remove wrappers of a `prepare` before free_memory()
+        model = self._strategy.unwrap(model)  # a model that was prepared before `free_memory()` still has its wrapper
         self._claim_run()
         name = name or type(without_compile(model)).__name__
         if "." in name:
@@ -249,7 +249,7 @@ class PreparedRun:
         return wrapped
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Prepare an optimizer, so that it steps only at the ends of windows. Collective."""
+        """Prepare an optimizer, so that it steps only at the ends of accumulation windows. Collective."""
         if type(optimizer) is AcceleratedOptimizer:
             optimizer = optimizer.optimizer
         for known in self.optimizers:

@@ -403,7 +403,8 @@ class Opening:
 
     def _give(self, batch: Any) -> Any:
         if not self.used:
-            # make new tensor objects, since data that keeps its own batches would keep the original objects alive
+            # Make new tensor objects: if the data set itself stores its batches, the original objects stay alive after
+            # the script has dropped them.
             batch = map_leaves(_alias, batch)
             self._given.append([weakref.ref(leaf) for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)])
         return batch

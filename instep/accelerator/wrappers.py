@@ -53,18 +53,18 @@ class Window:
         """Number of micro-batches in the open accumulation window so far, or in the window that ended last."""
         self.begin = 0
         """Index in the epoch of the first batch of this accumulation window."""
-        # id of a running loader -> its (epoch, batch) when the window last checked it
+        # id of a running loader -> its (epoch, batch) when the accumulation window last checked it
         self._places: dict[int, tuple[int, int]] = {}
         # the loader that the last optimizer step trained on, and the (epoch, batch) of all running loaders at this step
         self._stepped: tuple[AcceleratedLoader | None, dict[int, tuple[int, int]]] = None, {}
-        self._calls = 0  # number of micro-batches so far, for windows that do not end with a loader's epoch
+        self._calls = 0  # micro-batches so far, for accumulation windows that do not end with a loader's epoch
         self._entered = self._inside = False
         self._items: Tensor | float | None = None
         self._items_of_batch: Tensor | float | None = None
         self._plain = self._warned = False
         self.joins = False
         """Whether a `join_uneven_inputs` block is open, in which ranks whose data has ended wait for the others."""
-        # new length of windows, which is not in use yet; None if the length does not change
+        # new length of accumulation windows, which is not in use yet; None if the length does not change
         self._next: int | None = None
         self._factor: Tensor | float | None = None
 
@@ -91,7 +91,7 @@ class Window:
             loader.set_windows(self._gradient.num_steps)
 
     def enter(self, optimizers: Sequence[AcceleratedOptimizer]) -> bool:
-        """Count the current micro-batch; return True if it ends its window."""
+        """Count the current micro-batch; return True if it ends its accumulation window."""
         gradient = self._gradient
         moved = self._look()
         loader = self.loader
@@ -138,7 +138,8 @@ class Window:
         """Find the running loader that is trained on. Return True if a running loader has a new batch.
 
         The loader that is trained on stays the same as long as it yields batches. After that, it is the outermost
-        loader with a new batch. So a batch of other data that is read inside the loop does not begin a window.
+        loader with a new batch. So a batch of other data that is read inside the loop does not begin an accumulation
+        window.
         """
         if not self.running:
             self.loader = None
@@ -180,7 +181,7 @@ class Window:
                 other.batches_done = other.batch_idx + 1
 
     def weight(self) -> float:
-        """Return the weight of a batch's mean loss in its window, for a mean over all samples of all ranks."""
+        """Return the weight of a batch's mean loss in its accumulation window, for a mean over all ranks' samples."""
         if not self._inside:
             self._look()
             if self._next is not None:
@@ -192,14 +193,14 @@ class Window:
         self._mark_done(loader)
         if index < loader.full_batches or (num_steps > 1 and not self._inside):
             return 1.0 / num_steps  # outside of `accumulate` the length of the user's window is unknown
-        if not self._gradient.sync_with_dataloader:  # each batch is weighed as in a full window
+        if not self._gradient.sync_with_dataloader:  # each batch is weighed as in a full accumulation window
             return rank_weight(loader.source) / num_steps
         return window_scale(loader.source, index, num_steps)
 
     def weigh_items(self, num_items: Tensor | float) -> Tensor | float:
         """Return the factor of a loss that is a mean over `num_items`.
 
-        The gradients are divided by the window's total number of items later.
+        The gradients are divided later by the total number of items in the accumulation window.
         """
         if not self._inside:
             raise UsageError(
@@ -250,12 +251,12 @@ class Window:
 
     @property
     def corrects(self) -> bool:
-        """Whether the gradients of the window must be corrected before they are read."""
+        """Whether the gradients of the accumulation window must be corrected before they are read."""
         unreliable = self.loader is not None and not self.loader.reliable and self._gradient.sync_with_dataloader
         return self._entered and (self._items is not None or unreliable)
 
     def correction(self) -> Tensor | float | None:
-        """Return the factor for the gradients of a finished window; None for no correction.
+        """Return the factor for the gradients of a finished accumulation window; None for no correction.
 
         Collective if items are counted.
         """
@@ -302,10 +303,10 @@ class AcceleratedOptimizer(OptimizerProxy):
         """Number of calls of `step` at the end of an accumulation window, including the steps that were skipped."""
         self._gradient = gradient
         self._window = window
-        self._open = False  # whether the optimizer holds gradients of an unfinished window
+        self._open = False  # whether the optimizer holds gradients of an unfinished accumulation window
         # whether the optimizer has stepped with the gradients that it holds, so that zero_grad may drop them now
         self._stepped = False
-        self._refused = False  # whether zero_grad was called while the window was open
+        self._refused = False  # whether zero_grad was called while the accumulation window was open
         self._corrected = False
 
     def __call__(self, *_: Any, **__: Any) -> Any:
@@ -355,17 +356,17 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._corrected = self._stepped = False
 
     def begin_window(self, abandoned: bool) -> None:
-        """Begin a new window, and drop the gradients that an abandoned window or a refused `zero_grad` has left."""
+        """Begin a new accumulation window; drop gradients that an abandoned one or a refused `zero_grad` has left."""
         if self._open and (abandoned or self._refused):
             self._zero()
         self._open = self._refused = self._corrected = False
 
     def hold_gradients(self) -> None:
-        """Record that a backward within a window has added to the gradients."""
+        """Record that a backward within an accumulation window has added to the gradients."""
         self._open = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle only the optimizer, since windows and strategy belong to this run."""
+        """Pickle only the optimizer, since accumulation windows and strategy belong to this run."""
         return _itself, (self.optimizer,)
 
     @property
@@ -381,7 +382,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         return any(id(p) in parameters and p.grad is not None for p in parameters_of(self.optimizer))
 
     def correct_gradients(self) -> None:
-        """Multiply the gradients, once per window, by a factor that is known only at the window's end.
+        """Multiply the gradients, once per accumulation window, by a factor that is known only at the window's end.
 
         This must be called before the gradients are clipped and the optimizer steps.
         """
@@ -429,7 +430,10 @@ class AcceleratedScheduler:
         self._ends = 0  # number of calls of `step` after the last learning rate was reached
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, if the optimizer has stepped. With `adjust_scheduler`, step once for each batch of the window."""
+        """Step, if the optimizer has stepped.
+
+        With `adjust_scheduler`, step once for each batch of the accumulation window.
+        """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return

@@ -324,7 +324,7 @@ class _Called(nn.Module):
         return leaves
 
     def output(self) -> Any:
-        """Return the model's output in the trace, without values."""
+        """Return the traced model's output; its tensors are on the meta device, so they have shapes but no values."""
         slots, outlines = self._found()
         tensors = iter([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in outlines])
         return map_leaves(lambda leaf: next(tensors) if leaf is _SLOT else leaf, slots)
@@ -336,7 +336,7 @@ class _Trace:
     Args:
         pipe: pipeline of all stages.
         size: number of samples in a micro-batch.
-        output: output of the model for a micro-batch, without values.
+        output: output of the model for a micro-batch; its tensors are on the meta device, without values.
         state: state of this process.
         here: function that returns the weight with a name, on this rank's device.
     """

@@ -411,7 +411,8 @@ class ModelCheckpoint(Callback):
             if key in known:
                 self.saved.append(known[key])
             elif about.get("saver") == self.state_key and trainer.line.has(info.manifest.run_id, info.step):
-                # This run will repeat the step of this checkpoint: without a score, it is deleted at the step's save.
+                # This run will repeat the checkpoint's step, and the save at that step will replace the checkpoint.
+                # Until then the checkpoint gets no score, so it is not ranked.
                 if info.step > trainer.global_step:
                     score = None
                 self.saved.append(Saved(key, info.step, None if score is None else float(score)))

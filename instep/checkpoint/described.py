@@ -73,7 +73,7 @@ def checkpoints(root: Path, verify: bool = False) -> list[dict[str, Any]]:
 
 
 def holder(root: Path, files: Files) -> dict[str, Any] | None:
-    """Describe the run that holds the lease of a folder, so that it alone may save there; None if no run does."""
+    """Describe the run that holds the lease of a folder; only this run may save there. None if no run holds it."""
     for path in sorted(root.glob(".lease-*"), reverse=True)[:1]:
         try:
             content = parse_object(files.read(path, LEASE_BYTES))

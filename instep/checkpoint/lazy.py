@@ -109,7 +109,8 @@ class FileSlice:
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=dtype)
         if self.mappable and any(size < own for size, own in zip(sizes[1:], self.sizes[1:], strict=True)):
-            # A box of columns spans nearly all bytes of the tensor; copying it from the mapped file reads fewer bytes.
+            # One read from the first to the last byte of the box would include all columns. A copy from the mapped file
+            # reads only pages with bytes of the box.
             box = tuple(slice(at, at + size) for at, size in zip(begin, sizes, strict=True))
             return self.map()[box].clone()
         strides = _strides(self.sizes)

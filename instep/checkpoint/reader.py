@@ -109,7 +109,10 @@ class Reader:
         return [file for file in sorted(self.manifest.files) if name in (file, whole_name(file))]
 
     def joined(self, name: str) -> dict[str, LazyTensor]:
-        """Open a safetensors file, or the parts of each rank as one; its tensors are read only when needed."""
+        """Return the tensors of a safetensors file, by name; they are read only when needed.
+
+        If each rank wrote a part of the file, the tensors of all parts are returned together.
+        """
         return self._stored(self.files_of(name) or [name])
 
     def state(self, base: str, lazy: bool = False) -> Any:

@@ -44,10 +44,10 @@ def load_weights(path: Location, which: str | None = None) -> dict[str, Tensor]:
     A file of torch.save is read with `weights_only=True`, so a file that needs to run code is refused.
 
     Args:
-        path: path or URL of a checkpoint folder (with or without "-<attempt>"); of a .safetensors file; of a .pt, .pth,
-            .ckpt or .bin file whose content is a state dict, or has one under the key "state_dict", "model" or
-            "model_state_dict"; of the .index.json of several such files; or of a folder that DeepSpeed or
-            torch.distributed.checkpoint wrote.
+        path: path or URL of a checkpoint folder; of a .safetensors file; of a .pt, .pth, .ckpt or .bin file whose
+            content is a state dict, or has one under the key "state_dict", "model" or "model_state_dict"; of the
+            .index.json of several such files; or of a folder that DeepSpeed or torch.distributed.checkpoint wrote. The
+            name of a checkpoint folder ends with "-<attempt>", which counts the saves of one step and may be left out.
         which: set of weights in a checkpoint of a run with WeightAveraging: "live" (trained) or "averaged". None: the
             set in `model.safetensors`.
 

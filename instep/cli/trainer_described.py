@@ -66,7 +66,7 @@ class _Describing(Building):
         return self._stand_in(value, is_text=False)
 
     def open(self, value: Any, key: str, owner: type) -> Any:
-        super().open(value, key, owner)  # the base class raises for values that must not be opened
+        super().open(value, key, owner)  # checks the class paths inside the value: raises if a class is not allowed
         plain = value is None or isinstance(value, bool | int | float)
         return value if plain else self._stand_in(value, is_text=False)
 

@@ -259,7 +259,7 @@ class TrainerArgumentParser(ArgumentParser):
         """Dump a configuration as jsonargparse does, with the changes that `leave_out` has set."""
         if not self._texts and not self._left_out:
             return super().dump(namespace, *args, **kwargs)
-        import yaml  # imported late, since only dumps with texts of a checkpoint need it
+        import yaml  # imported late: only a configuration with values from a checkpoint needs it
 
         known = namespace.clone()
         for key in self._left_out:

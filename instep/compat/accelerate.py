@@ -1,8 +1,8 @@
-"""Accelerate's names for instep's classes; they replace the package `accelerate` in one program.
+"""instep's classes under the names of Accelerate; once installed, they replace the package `accelerate`.
 
-To install them, use `instep launch --as accelerate script.py`, or call `install()` before the first import of
-accelerate. Nothing is written to the disk, and an installed accelerate is not loaded. A name without a counterpart in
-instep can be imported; using it is an error that says what to do.
+Only the program that installs them is changed. Install them with `instep launch --as accelerate script.py`, or call
+`install()` before the first import of accelerate. Nothing is written to the disk, and an installed accelerate is not
+loaded. A name without a counterpart in instep can be imported; using it is an error that says what to do.
 
 Example:
     >>> from instep.compat.accelerate import Accelerator

@@ -1,9 +1,10 @@
-"""Lightning Fabric's names for instep's classes; they replace the package `lightning` in one program.
+"""instep's classes under the names of Lightning Fabric; once installed, they replace the package `lightning`.
 
-To install them, use `instep launch --as fabric script.py`, or call `install()` before the first import of lightning.
-The names are those of `lightning.fabric`, `lightning_fabric` and `from lightning import Fabric`; names of
-`lightning.pytorch` come from `instep.compat.lightning`. Nothing is written to the disk, and an installed Lightning is
-not loaded. A name without a counterpart in instep can be imported; using it is an error that says what to do.
+Only the program that installs them is changed. Install them with `instep launch --as fabric script.py`, or call
+`install()` before the first import of lightning. The names are those of `lightning.fabric`, `lightning_fabric` and
+`from lightning import Fabric`; names of `lightning.pytorch` come from `instep.compat.lightning`. Nothing is written to
+the disk, and an installed Lightning is not loaded. A name without a counterpart in instep can be imported; using it is
+an error that says what to do.
 
 Example:
     >>> from instep.compat.fabric import Fabric

@@ -13,7 +13,7 @@ from instep.types import StateDict
 UNEVEN = ("stop", "join", "error")
 _LISTED = 16  # largest number of sample indices in an error message
 UNKNOWN = -1  # stands for the number of samples of a batch that was not counted
-_KEPT = 1024  # number of batches, in addition to the longest window, whose numbers of samples are remembered
+_KEPT = 1024  # the numbers of samples of at least the last `_KEPT + history` batches are remembered
 OWN_END = "own end"  # value of `uneven` for `even_batches=False`: each rank ends when its own data ends
 
 
@@ -35,8 +35,9 @@ class BatchSource(ABC):
         epoch: the epoch passed to the last `set_epoch`.
         rank_state: whether the state differs per rank, so that it fits only the same world size.
         history: number of latest batches for which `state_dict` can be called. From 2 on, the numbers of samples of
-            yielded batches are remembered too, to weigh the batches of a window. Set it to the window's size before a
-            pass. `history` matters only if sizes of batches are not known beforehand, or if the data has its own state.
+            yielded batches are remembered too, to weigh the batches of an accumulation window. Set it to the window's
+            size before a pass. `history` matters only if sizes of batches are not known beforehand, or if the data has
+            its own state.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -85,7 +86,7 @@ class BatchSource(ABC):
     def epoch_batches(self) -> int | None:
         """Number of batches in a whole epoch.
 
-        If another number of ranks resumes an epoch, `num_batches` may be smaller.
+        If an epoch is resumed with a different number of ranks, `num_batches` may be smaller.
         """
         return self.num_batches
 
@@ -163,9 +164,10 @@ class BatchSource(ABC):
                 del self._seen[:-kept]
 
     def _seen_between(self, start: int, stop: int) -> Sequence[int]:
-        """Return the numbers of samples of yielded batches, for `Plan.sizes_seen`.
+        """Return the numbers of samples of the batches from `start` to `stop - 1`, for `Plan.sizes_seen`.
 
-        The result is empty if the first batch's number is unknown; that number replaces unknown ones of later batches.
+        The result is empty if the number of samples of batch `start` is unknown. An unknown number of a later batch is
+        replaced by that of batch `start`.
         """
         first = self._given - len(self._seen)
         seen = self._seen[start - first : stop - first] if start >= first else ()

@@ -63,10 +63,11 @@ class _Track:
 
 
 class CombinedLoader(BatchSource):
-    """Batches of several loaders together: a dict of loaders yields dicts of batches, a list of loaders lists.
+    """Batches of several loaders together: a dict of loaders yields dicts of batches, and a list yields lists.
 
     The Trainer prepares the loaders for their ranks. If you iterate a `CombinedLoader` yourself, they are prepared as
-    for one process. Ranks, and the batches of an optimizer window, are weighed by the samples of all loaders together.
+    for one process. The weights of ranks, and of the batches in an accumulation window, follow from their numbers of
+    samples, summed over all loaders.
 
     Args:
         iterables: loaders in dicts, lists and tuples at any depth. A list of plain numbers or texts is itself a loader,
@@ -292,7 +293,8 @@ class CombinedLoader(BatchSource):
         self._resume_at(batches)
 
     def _inner_cycle(self, track: _Track) -> int:
-        # `self.cycle` counts restarts by an outer CombinedLoader; each pair of the two cycles must give another number
+        # `self.cycle` counts restarts of this CombinedLoader by an outer one, and `track.cycle` restarts of one loader.
+        # Each pair of these two counts must give a different result, since the shuffling depends on the result.
         return self.cycle * 1_000_003 + track.cycle
 
     def _resume_at(self, batches: int) -> None:

@@ -69,7 +69,7 @@ class DispatchLoader(PreparedLoader):
 
     `Splitter` decides which parts of a batch are sliced; the other parts are sent whole. Batches arrive on the CPU.
 
-    All samples of an optimizer window have the same weight. If the reader knows the sizes of its batches in advance,
+    All samples of an accumulation window have the same weight. If the reader knows the sizes of its batches in advance,
     all ranks know them. Otherwise a batch is weighed relative to the window's first batch, and `gradient_correction`
     corrects the gradients at the window's end.
 
@@ -87,7 +87,7 @@ class DispatchLoader(PreparedLoader):
         DataError: a batch cannot be sliced.
     """
 
-    history: int = 2  # numbers of samples are remembered by default, since most windows need them
+    history: int = 2  # numbers of samples are remembered by default, since most accumulation windows need them
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class DispatchLoader(PreparedLoader):
         """Number of batches that the reading rank takes from its loader for one step of all ranks."""
         self._even = even
         self._pin = pin and torch.accelerator.is_available()
-        # for each process, the number of the part of the data that it reads; several processes may read the same part
+        # for each process, the index of the part of the data that it reads; several processes may read the same part
         self._ranks = gather_object(self.rank)
         self._reads = PartialState().process_index == 0
         self._reader: PreparedLoader | None = None
         self._num_batches: int | None = None
         self._pulled = 0  # batches of the epoch that the reader has yielded
         self._totals: _BatchSizes | None = None
-        self._first = 0  # number of the reader's batch with which the pass begins
+        self._first = 0  # index of the reader's batch with which the pass begins, from 0 in the epoch
         self._splitter = Splitter(getattr(loader, "collate_fn", None) is default_collate)
         self._parts: list[Any] = []  # structure of each rank's step, with a _TensorSpec in place of each tensor
         self._sent = b""

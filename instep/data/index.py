@@ -120,7 +120,7 @@ class IndexLoader(PreparedLoader):
 
     @property
     def epoch_batches(self) -> int | None:
-        # a pass that was resumed in the middle of a step may have another number of steps
+        # a pass that was resumed in the middle of a step may have a different number of steps than other passes
         moved = self.sampler.cursor % self.sampler.per_step
         return self.sampler.steps_of(self.sampler.end) if moved else self.num_batches
 

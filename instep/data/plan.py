@@ -72,7 +72,7 @@ class Plan:
         self.longest_total = total if longest_total is None else longest_total
         self.share_of = share_of
         self.sizes_seen = sizes_seen
-        # begin, end and total weight of the window that was last requested
+        # begin, end and total weight of the accumulation window that was last requested
         self._window: tuple[int, int, int] = (-1, -1, 0)
 
     @property
@@ -90,7 +90,7 @@ class Plan:
         return end if end == sys.maxsize else origin + (end - origin) // accumulate * accumulate
 
     def window_of(self, batch_idx: int, accumulate: int, origin: int = 0) -> tuple[int, int]:
-        """Return the first batch of a batch's optimizer window, and the number after its last batch.
+        """Return the first batch of a batch's accumulation window, and the number after its last batch.
 
         The window is taken as full if the end of the data is unknown.
         """
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def corrects(self) -> bool:
-        """Whether a window of several batches needs `gradient_correction` at its end."""
+        """Whether an accumulation window of several batches needs `gradient_correction` at its end."""
         return not self.total_is_final or self.sizes_seen is not None
 
     def window_units(self, start: int, stop: int) -> int:
@@ -114,7 +114,10 @@ class Plan:
         return self._window[2]
 
     def seen_in_window(self, start: int, batch_idx: int) -> Sequence[int]:
-        """Return the numbers of samples in the window's batches up to `batch_idx`; empty if not needed or unknown."""
+        """Return the numbers of samples in the batches of the accumulation window up to `batch_idx`.
+
+        The result is empty if these numbers are unknown or not needed.
+        """
         return () if self.sizes_seen is None else self.sizes_seen(start, batch_idx + 1)
 
 
@@ -138,7 +141,7 @@ def rank_weight(source: Sizes) -> float:
 
 
 def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0) -> float:
-    """Return the factor for this rank's mean loss in a batch of an optimizer window.
+    """Return the factor for this rank's mean loss in a batch of an accumulation window.
 
     Multiply the mean loss over this rank's batch by the factor. When gradients are then averaged over ranks and added
     up over the window, the result is the mean over all samples of the window. If the sizes are not known beforehand,
@@ -173,7 +176,7 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0
 
 
 def gradient_correction(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0) -> float:
-    """Return the factor for the gradients at the end of a window, before the optimizer's step.
+    """Return the factor for the gradients at the end of an accumulation window, before the optimizer's step.
 
     The factor is 1, unless the sizes were unknown when `window_scale` was called, and the window is shorter than
     expected or its batches differ in size.

@@ -4,7 +4,7 @@ Invariants, for any length, batch size and world size:
 
 - every rank runs the same number of steps (but with `even=False`, a rank without samples leaves the last step out);
 - every sample of the epoch belongs to exactly one rank and step (a rank without a sample replays one with weight 0);
-- a step takes consecutive samples of the epoch's order, so that an optimizer window holds the same samples at every
+- a step takes consecutive samples of the epoch's order, so that an accumulation window holds the same samples at every
   world size, as long as the global batch is the same;
 - a pass may begin at any position, even if the samples before it were read with another world size or batch size.
 
@@ -133,7 +133,7 @@ class ShardedSampler(ABC):
     @property
     @abstractmethod
     def even_steps(self) -> int:
-        """Number of steps from the cursor on, before the first step in which a rank has another number of samples."""
+        """Number of steps from the cursor on, before the first step whose ranks have different numbers of samples."""
 
     @abstractmethod
     def samples(self, step: int) -> tuple[int, int]:

@@ -501,7 +501,7 @@ class StreamLoader(PreparedLoader):
         self._given += 1
 
     def _size(self, batch: Any) -> int | None:
-        """Count a batch's samples, from which the weights of ranks and of batches in a window follow.
+        """Count a batch's samples, from which the weights of ranks and of batches in an accumulation window follow.
 
         Warn once if the number of samples is uncertain.
         """

@@ -19,7 +19,7 @@ def gather_in_order(outputs: Sequence[Sequence[Any]], data_rank: int) -> list[li
 
     Args:
         outputs: for each loader, this rank's outputs by batch, on the CPU. They must be picklable.
-        data_rank: number of the part of the data that this rank read. If several ranks read the same part, only the
+        data_rank: index of the part of the data that this rank read. If several ranks read the same part, only the
             first rank's outputs are used.
 
     Returns:
@@ -41,9 +41,9 @@ def _of_loader(kept: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 
 def _alone(leaf: Any) -> Any:
-    """Return a copy of a tensor that is a view, since its pickle would include the whole storage.
+    """Copy a tensor that is a view, since pickling a view would include the storage of the whole tensor.
 
-    Return other leaves unchanged.
+    Any other tensor or value is returned unchanged.
     """
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf

@@ -87,7 +87,7 @@ def uncounted(module: nn.Module) -> Iterator[None]:
 
 
 class Counts:
-    """Stored counts of metric objects. The objects start from zero, and can count for another loader or stage.
+    """Copy of the counts of metric objects. Making it resets the objects, so that they can count other data meanwhile.
 
     Args:
         objects: metric objects. Metric objects inside them, such as the parts of a wrapper, are included.
@@ -205,7 +205,7 @@ def merge_metric_states(
     """Merge the metric states of several ranks into states for one rank; the other ranks then start from zero.
 
     The merge is exact if the ranks' states are summed, concatenated, or reduced by minimum or maximum. Other states,
-    such as means over ranks, cannot be loaded on another number of ranks.
+    such as means over ranks, cannot be loaded on a different number of ranks.
 
     Args:
         by_rank: result of `metric_states` on each rank.
@@ -271,7 +271,13 @@ def warn_of_none(metric: Any, name: str) -> None:
 
 
 def not_apart(name: str, metric: Any, what: str) -> LogError:
-    """Return the error for a metric object without `metric_state` that several stages or loaders log."""
+    """Return the error for a metric object that has no `metric_state` but is logged in several stages or loaders.
+
+    Args:
+        name: name under which the object is logged.
+        metric: the metric object.
+        what: "stage" or "loader": where else the object counts.
+    """
     return LogError(
         f"self.log({name!r}): this {type(metric).__name__} counts for another {what} too, and has no metric_state (as "
         "torchmetrics' objects have) by which instep could keep the two apart. Use one object for each stage and each "

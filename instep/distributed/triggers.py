@@ -115,7 +115,7 @@ class Triggers:
 
     @property
     def every(self) -> int:
-        """Optimizer steps between two agreements; the ranks may agree on another number at each agreement."""
+        """Optimizer steps between two agreements; each agreement may change this number."""
         return self._every
 
     @property

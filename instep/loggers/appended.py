@@ -132,7 +132,7 @@ class AppendedFile:
 
 
 class OutputFile:
-    """Interface of a logger's output file for `Delivery`. This base class stands for a logger without a file."""
+    """Output file of a logger, as `Delivery` uses it. The base class is used for a logger that writes no file."""
 
     appended: AppendedFile | None = None
     later_rows: Sequence[RowKey] = ()

@@ -32,7 +32,7 @@ _MOST_LINE_BYTES = 512 * 2**20
 _READ_BYTES = 2**20  # bytes to read at a time; `append` waits during a read
 _HOOKS = ("_log_", "_after_save_checkpoint")
 _WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
-_MARK = b', "'  # text before the user's mark, which is the last item of a line
+_MARK = b', "'  # text before the last item of a line: the MAC that proves that this user wrote the line
 _ENCODER = json.JSONEncoder(default=str)  # one encoder for all lines: `json.dumps` would make one for each line
 
 

@@ -216,7 +216,7 @@ def to_table(
     """Make a `Table` from column names and rows, or from a pandas-like dataframe.
 
     Raises:
-        LogError: `columns` or `data` is not a list, or a row has another number of cells than there are columns.
+        LogError: `columns` or `data` is not a list, or a row does not have one cell per column.
     """
     if table is not None:
         return table

@@ -150,7 +150,10 @@ class WandbLogger(Logger):
         return {**super().state_dict(), "project": self._project}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next start continue the W&B run in this state, unless the logger was constructed with another id."""
+        """Continue the W&B run whose id is in `state_dict` when the logger starts the next time.
+
+        If the logger was constructed with a different id, it continues the run with that id instead.
+        """
         if self._tracker is not None:
             self._config = dict(self._tracker.config)
         super().load_state_dict(state_dict)

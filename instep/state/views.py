@@ -136,7 +136,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether an optimizer step advances a schedule by the number of batches in its window, instead of by one."""
+        """Whether an optimizer step advances a schedule by its number of accumulated batches, instead of by one."""
         return _gradient().adjust_scheduler
 
     @property
@@ -146,7 +146,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Whether XLA has reduced the gradients of this window."""
+        """Whether XLA has reduced the gradients of this accumulation window."""
         return _gradient().is_xla_gradients_synced
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:

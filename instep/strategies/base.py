@@ -418,7 +418,7 @@ class Strategy:
         """Load a result of `rank_state`; called before the first step, after all other state was loaded.
 
         Args:
-            state: state of this rank, or of rank 0 if the checkpoint is from another number of ranks.
+            state: state of this rank, or of rank 0 if a different number of ranks saved the checkpoint.
             own: whether `state` is the state of this rank.
         """
 

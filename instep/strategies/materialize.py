@@ -349,7 +349,7 @@ def dispatched_weights(module: nn.Module) -> set[Tensor]:
     """Return the weights and buffers that `instep.big_models.dispatch_model` has placed; they must not be moved.
 
     Args:
-        module: module that may contain such models with a device map.
+        module: module that may contain models with a device map, from `dispatch_model` or from transformers.
     """
     parts = [part for part in module.modules() if DISPATCHED in vars(part) or "hf_device_map" in vars(part)]
     return {tensor for part in parts for tensor in (*part.parameters(), *part.buffers())}

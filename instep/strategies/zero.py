@@ -1,4 +1,4 @@
-"""ZeRO stage 1 under DDP: each rank keeps optimizer state for its part of the parameters, and steps only that part.
+"""ZeRO stage 1 under DDP: each rank keeps optimizer state for its part of the parameters, and updates only that part.
 
 After the step, each rank sends its part of the weights to all ranks. The optimizer stays the user's object, with all
 parameters in its groups, so schedulers, clipping and parameter names work as without ZeRO. During a step, the gradients
@@ -29,10 +29,10 @@ _divided: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()
 
 
 class OptimizerShards:
-    """Divide the steps of an optimizer among the ranks.
+    """Divide the parameter updates of an optimizer among the ranks.
 
     Args:
-        optimizer: optimizer that steps every parameter separately, as all of torch's do except L-BFGS. Its state for
+        optimizer: optimizer that updates every parameter separately, as all of torch's do except L-BFGS. Its state for
             other ranks' parameters is deleted.
 
     Raises:
@@ -65,9 +65,9 @@ class OptimizerShards:
 
     @staticmethod
     def attach(optimizer: Optimizer) -> OptimizerShards | None:
-        """Divide the steps of an optimizer from now on, and return the object that does it.
+        """Divide the updates of an optimizer among the ranks from now on; return the object that divides them.
 
-        Return None for torch's ZeroRedundancyOptimizer, which divides its steps itself.
+        Return None for torch's ZeroRedundancyOptimizer, which divides its updates itself.
         """
         if is_torch_zero(optimizer):
             return None
@@ -81,11 +81,11 @@ class OptimizerShards:
         return shards
 
     def owns(self, parameter: Tensor) -> bool:
-        """Return True if this rank steps a parameter."""
+        """Return True if this rank updates a parameter."""
         return self._owners[parameter] == self._rank
 
     def detach(self) -> None:
-        """Stop dividing the steps; the optimizer still has state only for this rank's parameters."""
+        """Stop dividing the updates; the optimizer still has state only for this rank's parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

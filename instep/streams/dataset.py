@@ -33,7 +33,7 @@ class StreamDataset(Dataset[Any]):
     """Records of many files, as a map-style data set that is read nearly as fast as its files are.
 
     The records are numbered through all files. So a `DataLoader(stream, shuffle=True)` that the Trainer or the
-    Accelerator gets is divided over ranks and workers exactly, and resumes in O(1) with another number of ranks or
+    Accelerator gets is divided over ranks and workers exactly, and resumes in O(1) with a different number of ranks or
     workers. Its order is a pure function of (seed, epoch): the files come in a random sequence, and `window` records in
     a row are shuffled among themselves. The order takes no memory, however many records there are. With shuffle=False
     the records come in the order of the files.

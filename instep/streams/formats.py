@@ -251,7 +251,7 @@ class Table(Reader):
         columns: names of the columns that are read; None: all columns.
     """
 
-    bounds: Array  # number of the first row of each group, and at the end the number of all rows
+    bounds: Array  # index of the first row of each group; then, as the last entry, the number of all rows
 
     @abstractmethod
     def load(self, number: int) -> Any:
@@ -430,7 +430,7 @@ class Kept:
         del self._used[key]
 
     def drop(self, reader: Any) -> None:
-        """Drop the groups of a reader."""
+        """Remove all groups of rows that one reader has read from the memory."""
         for key in [key for key in self._groups if key[0] is reader]:
             self._forget(key)
 

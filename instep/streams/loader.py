@@ -1,4 +1,4 @@
-"""Loader of a stream that is divided over ranks and workers, and resumes with other numbers of ranks and workers."""
+"""`DividedLoader`: divides a stream over ranks and workers, whose numbers may be different when a run is resumed."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class DividedLoader(StreamLoader):
         self._origin = self.first_batch * self._step
 
     def _load_position(self, state: StateDict) -> None:
-        """Go to a position in the common order; it may come from other numbers of ranks and workers."""
+        """Go to a position in the common order; a run with different numbers of ranks and workers may have saved it."""
         division = self._division or self._divide()
         position: int = state["position"]
         found = division.pattern

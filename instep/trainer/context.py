@@ -122,7 +122,7 @@ class Position:
     Attributes:
         epoch: index of the epoch, from 0.
         batch: batches done in the epoch.
-        window_batch: batches done when the last optimizer window ended; equal to `batch` except while a window is
+        window_batch: batches done when the last accumulation window ended; equal to `batch` except while a window is
             incomplete.
         global_step: optimizer steps done.
         earlier_batches: batches done in the epochs before this one.
@@ -136,7 +136,7 @@ class Position:
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
         closed_step: the step at which the end of a run closed this epoch early and ran its end hooks; -1 if no run did.
         nonfinite_steps: optimizer steps with a value that was not finite, counted if `Trainer(nonfinite=...)` is set.
-        had_loss: whether any closed optimizer window so far had a loss from `training_step`.
+        had_loss: whether any closed accumulation window so far had a loss from `training_step`.
         loaded_epoch: the epoch in which the loaders were requested, if `reload_dataloaders_every_n_epochs` is not set.
         loaded_step: `global_step` when the training loader was last requested.
         val_loaded_epoch: the epoch in which the validation loaders were last requested, if
@@ -173,7 +173,7 @@ class Position:
         self.validation_due, self.closed_step = None, -1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position at the end of the last optimizer window, where a resumed run goes on."""
+        """Return the position at the end of the last accumulation window, where a resumed run goes on."""
         return {**asdict(self), "batch": self.window_batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -330,7 +330,7 @@ class StepCounts:
         batches_at_start: training batches done when the training began, over all epochs.
         updates_at_start: number of updates that each metric object had when the training began, by the object's `id`.
             These updates do not belong to the training.
-        in_window: micro-batches of the open optimizer window that gave gradients.
+        in_window: micro-batches of the open accumulation window that gave gradients.
         of_batch: number of optimizer steps in the current batch, in manual optimization.
         handed_over: last step whose values were handed to the loggers. In manual optimization a step may take several
             batches.

@@ -117,7 +117,7 @@ class Loaders:
         accumulate: micro-batches per optimizer step; `global_batch_size` decides it when the training data is prepared.
         phases: mapping from an optimizer step to the value of `accumulate` from that step on, if `global_batch_size`
             changes over the run; else None.
-        window_origin: batch of the epoch from which optimizer windows are counted.
+        window_origin: batch of the epoch from which accumulation windows are counted.
         in_epoch: whether an epoch is running. Its step was made for the current accumulation, which must not change.
         prepared_train: the training data; None before it is prepared.
         given: loaders that the user passed to the Trainer's method, by stage; None where a loader method returns them.
@@ -236,8 +236,8 @@ class Loaders:
         else:
             source = self._prepare(raw, "train", limit, micro_batch)
         self._gradient.num_steps = self.accumulate
-        # A checkpoint holds the position at the end of the last complete optimizer window, so the source remembers the
-        # positions of one window.
+        # A checkpoint holds the position at the end of the last complete accumulation window, so the source remembers
+        # the positions of one window.
         source.history = self.most_accumulated
         if source.num_batches == 0 and limit != 0:
             raise DataError(
@@ -254,7 +254,7 @@ class Loaders:
         return max((self.accumulate, *(self.phases or {}).values(), *scheduled))
 
     def begin_windows(self, step: int, batch: int, accumulate: int | None = None) -> None:
-        """Start to count optimizer windows at the given batch of the epoch, with the accumulation of the given step.
+        """Start to count accumulation windows at the given batch of the epoch, with the accumulation of the given step.
 
         Args:
             step: optimizer steps done.

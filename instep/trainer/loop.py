@@ -70,7 +70,7 @@ def fit(ctx: RunContext) -> None:
                 for hook in batch_end:
                     hook(outputs, batch, batch_idx)
             if at.window_batch != at.batch:
-                continue  # this batch is in the middle of an optimizer window
+                continue  # this batch is in the middle of an accumulation window
             if at.global_step % hand_over_every == 0 or at.batch % MOST_HELD == 0:
                 hand_over_metrics(ctx)
             if at.batch >= validation.next_batch:

@@ -190,7 +190,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             An optimizer; a list of optimizers; two lists, of optimizers and of schedulers; a dict with "optimizer" and,
             if wanted, "lr_scheduler" (a scheduler or a dict with "scheduler", "interval", "frequency", "monitor",
             "strict", "name"); a list of such dicts; or None to train without an optimizer. In automatic optimization,
-            several optimizers all step in every optimizer window, with the gradients of the same loss.
+            several optimizers all step in every accumulation window, with the gradients of the same loss.
         """
         raise HookError(f"{type(self).__name__} has no configure_optimizers; fit needs one")
 

@@ -180,11 +180,11 @@ def forward_backward(ctx: RunContext, parts: StepParts) -> Step:
     return train
 
 
-# ---- the end of an optimizer window
+# ---- the end of an accumulation window
 
 
 def _zero_grad(ctx: RunContext) -> Callable[[], Any]:
-    """Make the function that zeroes the gradients at the beginning of a window."""
+    """Make the function that zeroes the gradients at the beginning of an accumulation window."""
     module, at, hooks = ctx.module, ctx.position, ctx.hooks["on_before_zero_grad"]
     own = is_overridden(module, "optimizer_zero_grad", TrainModule)
     if len(ctx.optimizers) == 1 and not hooks and not own:
@@ -211,7 +211,7 @@ def plain_step(ctx: RunContext) -> Callable[[], Any] | None:
 
 
 def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """Make the two functions that end an optimizer window.
+    """Make the two functions that end an accumulation window.
 
     Returns:
         The first function unscales, rescales, checks and clips the gradients, for a module that steps the optimizer
@@ -227,13 +227,14 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and source.plan.corrects))
     # The checks must see the gradients of all optimizers before one of them steps.
     must_prepare = must_prepare or (bool(checks) and len(optimizers) > 1)
-    # If all batches of a window were skipped, the optimizers step without gradients, except in the following cases.
+    # If all batches of an accumulation window were skipped, the optimizers step without gradients, except in the
+    # following cases.
     needs_loss = scaler is not None or parts.needs_loss or is_overridden(strategy.gradients, "step", Gradients)
 
     def prepare() -> None:
         if needs_loss and not counts.in_window:
-            # Without a loss in the window, only zero the gradients: the module steps each optimizer anyway, and a
-            # scaler would refuse to unscale.
+            # Without a loss in the accumulation window, only zero the gradients: the module steps each optimizer
+            # anyway, and a scaler would refuse to unscale.
             for each in optimizers:
                 each.zero_grad()
             return

@@ -90,7 +90,7 @@ class Trainer:
         limit_predict_batches: the same for each prediction loader.
         overfit_batches: train and validate on this number (int) or fraction (float) of the batches, in a fixed order.
         val_check_interval: fraction of an epoch (float), training batches (int), or time. Validation waits for the end
-            of the optimizer window.
+            of the accumulation window.
         check_val_every_n_epoch: epochs between validations. With None, an int `val_check_interval` is counted across
             epochs.
         num_sanity_val_steps: validation batches before training; -1 for all.

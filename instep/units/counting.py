@@ -142,7 +142,8 @@ class UnitCount(Callback):
         self._stop_at_maximum(trainer, agreed=False)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A count on a device is not known before the step, and a window's sum is not known before its last batch.
+        # A count on a device is not known before the step, and the sum of an accumulation window not before its last
+        # batch.
         self._early = trainer.accumulate_grad_batches == 1 and (self.on_host or module.device.type == "cpu")
         self._begin()
 
@@ -159,7 +160,7 @@ class UnitCount(Callback):
             self._add(None, trainer.batch_weight, None)
         at = trainer.position
         if at.batch != at.window_batch:
-            return  # this batch is in the middle of an optimizer window
+            return  # this batch is in the middle of an accumulation window
         if self.settle() >= self._next:
             self._act(trainer)
         step = at.global_step
@@ -168,7 +169,7 @@ class UnitCount(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({self.unit: self.total}, step=step)
 
-    # ---- counting in one optimizer window
+    # ---- counting in one accumulation window
 
     def _begin(self) -> None:
         self._all = self._mine = 0
@@ -257,12 +258,12 @@ def _start_sum(mine: int) -> tuple[Any, Tensor]:
 
 
 class Samples(UnitCount):
-    """Callback that ends, validates, saves and logs by the samples that all ranks have trained on.
+    """Callback that counts the samples of all ranks; it logs the count, and validates, saves and ends the run by it.
 
     Each sample counts once: a batch that a rank runs a second time, to make as many steps as the others, does not
     count, and ranks of tp, cp and pp that read the same data count it once. Counts are taken at optimizer steps: each
     action happens at the first step that reaches its number, on all ranks. A checkpoint holds the total, so a run may
-    resume on another number of ranks. If instep divides the data among ranks, the count needs no communication.
+    resume on a different number of ranks. If instep divides the data among ranks, the count needs no communication.
 
     Args:
         max_samples: number of samples at which the run ends, like `max_steps`; a float such as 2e9 is allowed. None for
@@ -311,10 +312,11 @@ class Samples(UnitCount):
 
 
 class Tokens(UnitCount):
-    """Callback that ends, validates, saves and logs by the tokens that all ranks have trained on.
+    """Callback that counts the tokens of all ranks; it logs the count, and validates, saves and ends the run by it.
 
     `count` says what a token is. As with `Samples`, each batch counts once, at its optimizer step, also with gradient
-    accumulation. A step that `Trainer(nonfinite="skip")` leaves out counts, as it does in `global_step`.
+    accumulation. The tokens of a step that `Trainer(nonfinite="skip")` leaves out count too, as `global_step` counts
+    the step.
 
     Args:
         count: name of a key or an attribute of the batch that holds a tensor. The tensor's entries are counted, except

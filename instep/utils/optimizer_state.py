@@ -356,11 +356,12 @@ def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any], owner: type | 
     Args:
         own: current settings of the object.
         saved: saved settings; they may have more or fewer entries.
-        owner: class of an object whose settings are attributes: a saved setting that it does not have must not replace
-            a method.
+        owner: the object's class, if the settings are the object's attributes. A saved setting must not have the name
+            of a method or property of this class.
 
     Raises:
-        TypeError: a saved setting has another type; the message names the setting.
+        TypeError: a saved setting has a different type, or the name of a method or property of `owner`; the message
+            names the setting.
     """
     for key, value in saved.items():
         taken = None if key in own else inspect.getattr_static(owner, str(key), None)

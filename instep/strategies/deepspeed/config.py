@@ -215,7 +215,7 @@ _ZERO_DEFAULTS = (
 
 
 def check_accumulation(config: Mapping[str, Any], accumulate: int) -> None:
-    """Raise a `SettingError` if the configuration has another number of micro-batches per step than the run."""
+    """Raise a `SettingError` if the configuration has a different number of micro-batches per step than the run."""
     said = config.get("gradient_accumulation_steps", AUTO)
     if said not in (AUTO, accumulate):
         raise SettingError(

@@ -33,7 +33,7 @@ class StepParts:
 
     Attributes:
         take: `take(batch, batch_idx)` runs `training_step`, and returns what it returned.
-        zero_grad: zeroes the gradients at the start of an optimizer window.
+        zero_grad: zeroes the gradients at the start of an accumulation window.
         weigh: `weigh(batch_idx)` returns the weight of a micro-batch's loss in its window.
         full_batches: number of batches at the beginning of the epoch that have the weight `weight_of_full`; `weigh` is
             not called for these.

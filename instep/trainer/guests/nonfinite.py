@@ -118,7 +118,7 @@ class NonFiniteGuard(StepGuest):
 
     def take(self, parts: StepParts) -> None:
         """Make the step keep each loss, and check the gradients before they are clipped."""
-        self._losses = []  # drop the losses of a window that the last epoch left unfinished
+        self._losses = []  # drop the losses of an accumulation window that the last epoch left unfinished
         parts.on_loss.append(self.keep_loss)
         parts.before_clip.append(self.check_step)
         parts.needs_loss = True
@@ -130,7 +130,7 @@ class NonFiniteGuard(StepGuest):
         return self.optimizer_step
 
     def keep_loss(self, loss: Tensor) -> None:
-        """Keep a loss for the check of this window; called before each backward."""
+        """Keep a loss for the check of this accumulation window; called before each backward."""
         if not self._losses:
             self._first_batch = self._progress.batch_idx
         # in manual optimization the module may never step, so add losses up before they fill the memory

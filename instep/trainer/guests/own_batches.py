@@ -231,7 +231,7 @@ class OwnBatches(StepGuest):
         return 1.0 if self._taker is None else self._taker.weight()
 
     def finish(self, parts: StepParts) -> None:
-        """Count the batches that a step took, and close the optimizer window after each step."""
+        """Count the batches that a step took, and close the accumulation window after each step."""
         if not self._takes("training_step"):
             return
         step, at = parts.step, self.ctx.position
