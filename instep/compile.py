@@ -260,7 +260,7 @@ def compiled_code_in(folder: PathLike | None) -> Iterator[None]:
         folder: the folder; None: torch's own folder.
 
     Raises:
-        SettingError: another user can write to the folder, so that the code in it cannot be trusted.
+        SettingError: another user can write to the folder, so the code in it cannot be trusted.
     """
     if folder is None:
         yield

@@ -130,10 +130,10 @@ class NonFiniteError(InstepError, FloatingPointError):
         message: what was not finite, where, and what to do next.
         global_step: number of the optimizer step that was left out.
         epoch: number of the epoch, from 0.
-        batches: numbers of this optimizer step's batches, counted from 0 in the epoch.
+        batches: indices of this optimizer step's batches, counted from 0 in the epoch.
         ranks: ranks on which the loss was not finite; if all losses were finite, ranks on which a gradient was not.
         parameters: names of the parameters whose gradients were not finite.
-        sample_indices: a dict for each rank, from a batch's number to a list of its samples' indices in the data set
+        sample_indices: a dict for each rank, from a batch's index to a list of its samples' indices in the data set
             (None if they are unknown).
     """
 
@@ -164,10 +164,10 @@ class TrainingSpikeError(InstepError, RuntimeError):
         message: the loss, the batch in which it jumped, and what to do next.
         global_step: number of the optimizer step that this batch belongs to.
         epoch: number of the epoch, from 0.
-        batches: numbers of the batch before the jump (if there is one) and of the batch with the jump, counted from 0
+        batches: indices of the batch before the jump (if there is one) and of the batch with the jump, counted from 0
             in the epoch.
         ranks: ranks on which the loss jumped.
-        sample_indices: a dict for each rank, from a batch's number to a list of its samples' indices in the data set
+        sample_indices: a dict for each rank, from a batch's index to a list of its samples' indices in the data set
             (None if they are unknown).
     """
 

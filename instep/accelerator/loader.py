@@ -42,12 +42,12 @@ class AcceleratedLoader:
             warning.
 
     Attributes:
-        batch_idx: number of the current batch, from 0 in an epoch; -1 before the first.
+        batch_idx: index of the current batch in the epoch, from 0; -1 before the first batch.
         epoch: the epoch of the pass that runs or ran last; -1 before the first.
         batches_done: how many batches of the epoch were trained on, which means that `backward` was called or an
             optimizer has stepped after them. None if neither has happened in this pass yet.
         trains: whether the loop has trained on this loader, in this pass or an earlier one.
-        full_batches: batch number below which all batches have the same weight.
+        full_batches: batch index below which all batches have the same weight.
         reliable: whether the sizes of the accumulation windows were known when the pass began.
         opening: record of the first batches of the pass, until the script has used one of them; then None.
         reads_ahead: whether the script requested batches before it used the earlier ones, in the previous pass.
@@ -281,7 +281,7 @@ class AcceleratedLoader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Position of the current batch, as (epoch, number of the batch in the epoch)."""
+        """Position of the current batch, as (epoch, index of the batch in the epoch)."""
         return self.epoch, self.batch_idx
 
     def state_dict(self, window_begin: int | None = None, untrained: bool = False) -> StateDict:
@@ -293,7 +293,7 @@ class AcceleratedLoader:
         left early, the next pass is the next epoch.
 
         Args:
-            window_begin: number of the first batch of an open accumulation window. This batch and later ones do not
+            window_begin: index of the first batch of an open accumulation window. This batch and later ones do not
                 count as done.
             untrained: whether the loop will train, and has trained on no loader yet.
         """

@@ -503,5 +503,5 @@ def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int
 
 
 def _is_dispatched(model: nn.Module) -> bool:
-    """Return True if `dispatch_model` has divided a model over devices, so that it must not be moved."""
+    """Return True if `dispatch_model` has divided a model over devices; the model must not be moved then."""
     return "hf_device_map" in vars(model) and DISPATCHED in vars(model)

@@ -353,7 +353,7 @@ class Opening:
     def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
         """Yield copies of the first batches as long as the script may skip them.
 
-        Return the kept batches that come next, and the number of the first of these batches.
+        Return the kept batches that come next, and the index of the first of these batches.
         """
         assert self._place is not None
         kept: list[tuple[Any, Any]] = []
@@ -389,7 +389,7 @@ class Opening:
         return self.used and (self.held == 1 or (self.always_ahead is True and self.held == 2))
 
     def _reads_ahead(self, passed: int) -> bool:
-        """Return True if the script still holds the batches that it got, so that it probably will use them."""
+        """Return True if the script still holds the batches that it got, and therefore will probably use them."""
         assert self._place is not None
         if self._place.held > 1:
             return passed < self._place.held

@@ -304,7 +304,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._gradient = gradient
         self._window = window
         self._open = False  # whether the optimizer holds gradients of an unfinished accumulation window
-        # whether the optimizer has stepped with the gradients that it holds, so that zero_grad may drop them now
+        # whether the optimizer has stepped with the gradients that it holds; zero_grad may then drop them
         self._stepped = False
         self._refused = False  # whether zero_grad was called while the accumulation window was open
         self._corrected = False
@@ -324,8 +324,8 @@ class AcceleratedOptimizer(OptimizerProxy):
             kwargs: passed to the optimizer's step.
 
         Raises:
-            UsageError: a closure is given with windows of several micro-batches; it cannot compute the gradients of the
-                earlier micro-batches again.
+            UsageError: a closure is given, and accumulation windows have several micro-batches; a closure cannot
+                compute the gradients of the earlier micro-batches again.
         """
         if closure is not None and self._gradient.num_steps > 1:
             raise UsageError(

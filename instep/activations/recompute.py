@@ -73,7 +73,10 @@ def _choose(saved: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) -
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operator draws random numbers; it must run again, or later random numbers would differ."""
+    """Return True if an operator draws random numbers.
+
+    The recomputation must run such an operator again, or later random numbers would differ.
+    """
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     names = [argument.name for argument in op._schema.arguments]

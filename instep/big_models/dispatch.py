@@ -375,7 +375,7 @@ class _RefusesValues:
 
 
 class _Stays:
-    """Replacement for a method that would move a dispatched model; it raises an error."""
+    """Replacement for a method that would move a dispatched model; calling the replacement raises an error."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model, self._name = model, name
@@ -624,7 +624,7 @@ def set_module_tensor_to_device(
         dtype: dtype of the new value. With None, a parameter keeps the dtype it had, and a buffer gets that of `value`.
 
     Raises:
-        UsageError: the module has no such tensor, the value is missing, or the value has another shape.
+        UsageError: the module has no such tensor, the value is missing, or the value has a different shape.
 
     Example:
         >>> layer = nn.Linear(2, 2, device="meta")

@@ -185,7 +185,7 @@ def load_checkpoint_and_dispatch(
     """Load a checkpoint into a model that may be larger than the memory, and make it run.
 
     Args:
-        model: model that was made under `init_empty_weights`, so that it took no memory before.
+        model: model that was made under `init_empty_weights`, whose weights take no memory yet.
         checkpoint: as for `load_checkpoint_in_model`.
         device_map: "auto" or "balanced": accelerators get equal shares; "balanced_low_0": little on the first;
             "sequential": fill one after the other; then the host's memory, then the disk. Or the device of each

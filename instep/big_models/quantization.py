@@ -349,7 +349,7 @@ class _Weights:
         chosen: layers that are quantized, by name.
 
     Raises:
-        CheckpointError: a weight is missing, or of another shape.
+        CheckpointError: a weight is missing, or its shape is not that in the model.
         SettingError: there is no location, and the model is on the meta device.
     """
 

@@ -115,7 +115,7 @@ class Callback:
         """Called before a checkpoint is written, to add keys to it; their values are tensors and JSON values."""
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Called after a checkpoint was read; it contains the keys that `on_save_checkpoint` added."""
+        """Called after a checkpoint was read; `checkpoint` contains the keys that `on_save_checkpoint` added."""
 
     # ---- fit
 

@@ -303,13 +303,13 @@ class ModelCheckpoint(Callback):
 
     @property
     def settled_step(self) -> int:
-        """The last step that was saved, resumed from, or not worth a save, so that it needs no save; 0 if none."""
+        """The last step that needs no save: it was saved, resumed from, or not worth a save. 0 if there is none."""
         last = 0 if self._position_saved is None else int(self._position_saved["global_step"])
         return max(last, self._last_step_saved, *(saved.step for saved in self.saved), 0)
 
     @property
     def saves_nothing(self) -> bool:
-        """True if this callback keeps no checkpoint, so that it saves none."""
+        """True if this callback saves no checkpoint, since it would keep none."""
         return self.save_top_k == 0 and self.keep is None and not self.save_last
 
     @property
@@ -558,7 +558,7 @@ class ModelCheckpoint(Callback):
             self._finish_pending(trainer, must)
 
     def _want_newest(self, trainer: Trainer) -> NewestState | None:
-        """Mark the save of the run's newest full state as due; return its saver, or None if there is no such save."""
+        """Make a save of the run's newest full state due; return the object that saves it; None if there is none."""
         newest = trainer.saver.newest if self.keeps_newest else None
         if newest is not None:
             newest.due = True

@@ -49,7 +49,7 @@ class PendingSave:
         weights_only: whether the checkpoint has only weights, so that no run can resume from it. The code that starts
             the save sets `weights_only`, `keeper` and `dropped`.
         keeper: callback, such as a ModelCheckpoint, that requested the save and manages the checkpoint; None if no
-            callback does.
+            callback manages it.
         dropped: older checkpoints that are deleted when this one has been verified.
 
     Example:

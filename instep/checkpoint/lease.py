@@ -122,7 +122,7 @@ class Lease:
         """Check that the lease is still valid; call it right before a commit or a deletion, on any thread.
 
         Raises:
-            LeaseLostError: another run has taken the folder, so that this run may not write into it.
+            LeaseLostError: another run has taken the folder, so this run may not write into it.
             CheckpointError: the lease could not be read.
         """
         try:
@@ -320,7 +320,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
     if ours is not None and ours.run_id == run_id:
         return ours
     gone = _was_ours(first) or is_gone(owner)
-    # The second condition is true for a lease that this process has released without being able to mark it so.
+    # The second condition is true for a lease that this process has released, although the file could not be changed.
     if gone or (ours is None and owner == this_process()):
         return None
     if gone is None:

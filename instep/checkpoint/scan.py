@@ -96,7 +96,7 @@ def check_keyword(keyword: str) -> str:
 
 @dataclass(frozen=True)
 class Broken:
-    """A folder of a checkpoint that is damaged or incomplete, so that it cannot be used.
+    """Folder of a checkpoint that cannot be used, since it is damaged or incomplete.
 
     Args:
         path: path of the folder.

@@ -26,8 +26,8 @@ class _Track:
     """Position of one loader within a combined pass. A run goes from a start of the loader to its end.
 
     Attributes:
-        began: number of the combined batch with which the loader's current run began; -1 before its first run.
-        at: the loader's own batch number when its current run began.
+        began: index of the combined batch with which the loader's current run began; -1 before its first run.
+        at: index, among the loader's own batches, of the first batch of its current run.
         run_end: combined batches done when the loader's run ended; None while the run goes on.
         ended_at: combined batches done when the loader was first exhausted; None if it was not.
         cycle: how often the loader was restarted.
@@ -381,7 +381,7 @@ class CombinedLoader(BatchSource):
         self._resume_at(state["batches"] if self._finished else self._resumed_batch())
 
     def _resumed_batch(self) -> int:
-        """Return the number of the first batch of a resumed pass, counted with the current number of ranks."""
+        """Return the index of the first batch of a resumed pass, counted in batches of the current number of ranks."""
         first = [track.source.first_batch for track in self._tracks]
         if self.mode == "sequential":
             return sum(first)

@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 
 
 class _BatchSizes(NamedTuple):
-    """Numbers of samples in a reader's batches: `size` in each batch before number `even`, and `rest` in later ones."""
+    """Numbers of samples in a reader's batches: `size` in each batch before index `even`, and `rest` in later ones."""
 
     even: int
     size: int

@@ -102,8 +102,8 @@ class Splitter:
         Args:
             data: the batch, or the value.
             rows: number of samples in the batch; None, if they could not be counted, is an error.
-            begin: number of the first sample to return.
-            end: number after the last sample to return.
+            begin: index of the first sample to return.
+            end: index after the last sample to return.
             place: path of keys and indices from the batch to `data`; empty if `data` is the batch.
 
         Raises:

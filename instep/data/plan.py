@@ -38,16 +38,16 @@ class Plan:
     """Sizes of the batches of a pass, as far as they are known when it begins.
 
     Args:
-        first: number of the pass's first batch.
+        first: index of the pass's first batch in the epoch.
         total: number of the epoch's batches on this rank, with the limit; None if unknown.
-        uniform_until: batch number below which all batches have the same number of samples, on every rank;
+        uniform_until: batch index below which all batches have the same number of samples, on every rank;
             `sys.maxsize` if this is true of all batches.
         alike: whether all ranks have the same number of samples in every batch; always True with one rank.
         total_is_final: whether `total` decides where the pass ends; else the data does, and `total` is an estimate.
         longest_total: `total` of the rank with the most batches, if some ranks end earlier.
-        share_of: function that returns the share of any batch by its number; None if only the share of the current
+        share_of: function that returns the share of any batch by its index; None if only the share of the current
             batch is known.
-        sizes_seen: function of two batch numbers that returns the samples of all ranks in each yielded batch between
+        sizes_seen: function of two batch indices that returns the samples of all ranks in each yielded batch between
             them, for data whose sizes are not known in advance; its result is empty if all batches have the same
             weight.
     """
@@ -81,7 +81,7 @@ class Plan:
         return self.uniform_until == sys.maxsize or (self.total is not None and self.uniform_until >= self.total)
 
     def full_batches(self, accumulate: int, origin: int = 0) -> int:
-        """Return the batch number below which every batch has a `window_scale` of exactly `1 / accumulate`."""
+        """Return the batch index below which every batch has a `window_scale` of exactly `1 / accumulate`."""
         if accumulate == 1 and self.alike:
             return sys.maxsize
         if self.first > origin and (self.first - origin) % accumulate:
@@ -90,7 +90,7 @@ class Plan:
         return end if end == sys.maxsize else origin + (end - origin) // accumulate * accumulate
 
     def window_of(self, batch_idx: int, accumulate: int, origin: int = 0) -> tuple[int, int]:
-        """Return the first batch of a batch's accumulation window, and the number after its last batch.
+        """Return the index of the first batch of a batch's accumulation window, and the index after its last batch.
 
         The window is taken as full if the end of the data is unknown.
         """
@@ -150,7 +150,7 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0
 
     Args:
         source: source of the batches; its current batch is `batch_idx`.
-        batch_idx: number of the batch in the epoch.
+        batch_idx: index of the batch in the epoch.
         accumulate: batches in a full window.
         origin: batch from which windows are counted.
 

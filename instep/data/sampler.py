@@ -140,7 +140,7 @@ class ShardedSampler(ABC):
         """Return how many samples of a step count, on this rank and on all ranks.
 
         Args:
-            step: number of the step, counted from the cursor.
+            step: index of the step, counted from the cursor.
 
         Returns:
             The number on this rank (0 if it replays a sample) and on all ranks; (0, 0) after the end. If the sizes of

@@ -204,7 +204,7 @@ def seeded(batches: Iterator[Any], *parts: int | str, first: int, per_sample: bo
     Args:
         batches: index lists, or single indices.
         *parts: values from which the seeds are derived.
-        first: the number of the first batch in the epoch.
+        first: the index of the first batch in the epoch.
         per_sample: whether to seed each sample, instead of each batch.
         single: whether `batches` yields single indices.
     """

@@ -160,7 +160,7 @@ class StreamLoader(PreparedLoader):
         return end if self._stop is None else min(end, self._stop)
 
     def _reset(self) -> None:
-        self._stop: int | None = None  # number of batches after which the pass ends; None for no such limit
+        self._stop: int | None = None  # number of batches after which the pass ends; None: no limit
         self._given = 0  # number of batches of the epoch that were yielded
         # number of batches of the epoch requested from the loader, including a request that found the end
         self._pulled = 0

@@ -244,7 +244,7 @@ class Watchdog:
     Args:
         heart: heartbeat of this process.
         beats: heartbeat file of the node.
-        slot: number of this process's slot in the file.
+        slot: index of this process's slot in the file.
         timeout_s: seconds without a step after which the ranks count as hung.
     """
 

@@ -128,7 +128,7 @@ def recursively_apply(
         The same structure.
 
     Raises:
-        TypeError: with `error_on_other_type`, a leaf is of another type.
+        TypeError: with `error_on_other_type`, `test_type` returns False for a leaf.
 
     Example:
         >>> recursively_apply(torch.neg, {"x": torch.tensor(1), "name": "a"})

@@ -37,7 +37,7 @@ class RankProgress:
     """Progress of a rank: the numbers in its slot of the heartbeat file.
 
     Args:
-        batch: number of the last batch that was done in the loop; -1: no batch is done yet.
+        batch: index of the last batch that was done in the loop; -1: no batch is done yet.
         step: number of optimizer steps that are done.
         turn: how often the phase has changed.
         phase: what the rank is doing, one of `PHASES`.

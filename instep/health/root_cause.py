@@ -23,7 +23,7 @@ class RankEnd:
         first: whether the rank was among the first on its node that failed.
         report: the report in the rank's error file; None if there is none.
         steps: number of optimizer steps in the rank's heartbeat; None if the rank was not training.
-        batch: number of the last batch that was done in the loop; None if no batch was done.
+        batch: index of the last batch that was done in the loop; None if no batch was done.
         phase: what the rank was doing, one of `heartbeat_file.PHASES`; "end": an error had ended its run already.
     """
 

@@ -32,7 +32,7 @@ _MOST_LINE_BYTES = 512 * 2**20
 _READ_BYTES = 2**20  # bytes to read at a time; `append` waits during a read
 _HOOKS = ("_log_", "_after_save_checkpoint")
 _WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
-_MARK = b', "'  # text before the last item of a line: the MAC that proves that this user wrote the line
+_MARK = b', "'  # text before the last item of a line, which is a MAC that proves that this user wrote the line
 _ENCODER = json.JSONEncoder(default=str)  # one encoder for all lines: `json.dumps` would make one for each line
 
 
@@ -65,7 +65,7 @@ class Record(NamedTuple):
         """Return the record as a line of JSON; a value that JSON cannot hold, such as a remote path, becomes a string.
 
         Args:
-            seal: adds a mark which proves that this user wrote the line. None: no mark.
+            seal: adds a message authentication code (MAC), which proves that this user wrote the line. None: no MAC.
         """
         data = _ENCODER.encode([self.hook, to_json(self.args), self.step, self.time_s, self.row]).encode()
         return b'%s, "%s"]\n' % (data[:-1], b"" if seal is None else seal.mark(data).encode())

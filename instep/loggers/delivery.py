@@ -187,7 +187,7 @@ class Delivery:
         Args:
             run_dir: the run folder; not used if the logger has a `save_dir`.
             is_main: whether this is the main process; other processes write only if the logger is `per_rank`.
-            begins: whether the run is new, so that it must not write into the folder of an earlier run.
+            begins: whether the run is new; a new run must not write into the folder of an earlier run.
             step_of_run: function that returns the global step, for records that are logged without a step.
 
         Raises:

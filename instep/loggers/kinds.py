@@ -128,7 +128,7 @@ def to_image(name: str, value: Any, caption: str | None = None) -> Image:
         caption: text to show with the image.
 
     Raises:
-        LogError: the value has another type or shape.
+        LogError: the value has a type or shape that is not listed above.
     """
     if isinstance(value, Image):
         return value

@@ -61,7 +61,7 @@ class Sender:
         self.error: Exception | None = None
         """Error of the last attempt to send; None while sending works."""
         self.is_begun = False
-        self._is_started = False  # whether the tracker is open, so that it must be closed at the end
+        self._is_started = False  # whether the tracker is open and must be closed at the end
         self._left_over = 0  # number of records at the front of the queue that an earlier process left
         self._books, self._name = books, name
         self._failures = 0

@@ -161,7 +161,7 @@ class WholeMatrix(Optimizer):
             self.state = before
 
     def _parts_of_a_step(self, all_of_them: bool = False) -> tuple[list[tuple[int, Tensor]], list[list[_Matrix]]]:
-        """Return the parameters that this rank has whole, each with its group's number, and all others in buckets."""
+        """Return the parameters that this rank has whole, each with its group's index, and all others in buckets."""
         plain: list[tuple[int, Tensor]] = []
         shared: list[tuple[int, DTensor]] = []
         for number, group in enumerate(self.param_groups):

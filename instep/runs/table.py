@@ -335,7 +335,7 @@ def width_of(text: str) -> int:
     """Return the cells that a text takes on a terminal: two for a Chinese character, none for a combining accent."""
     if text.isascii():
         return len(text)
-    from rich.cells import cell_len  # imported late, since few tables have such texts
+    from rich.cells import cell_len  # imported late, since few tables have texts that are not ASCII
 
     return cell_len(text)
 

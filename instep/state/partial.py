@@ -43,7 +43,7 @@ def share_of(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
         A value of the same kind.
 
     Raises:
-        TypeError: the input, or a leaf of the dict, is of another type.
+        TypeError: the input, or a leaf of the dict, has a type that is not listed above.
         DataError: the leaves of a dict differ in length, or a tensor has no first dimension.
 
     Example:
@@ -306,7 +306,7 @@ class ProcessMethods:
                 The copies come at the end, so only the first `len(inputs)` gathered elements count.
 
         Raises:
-            TypeError: the input is of another type.
+            TypeError: the input has a type that is not listed above.
             DataError: the leaves of a dict differ in length, or a tensor has no first dimension.
 
         Example:

@@ -86,7 +86,7 @@ class Secret:
         return hmac.digest(self._key, len(named).to_bytes(8, "little") + named + data, hashlib.sha256)
 
     def fits(self, mac: bytes, place: str, data: bytes) -> bool:
-        """Return True if a MAC is right, so that the bytes were written for this place by a holder of the secret."""
+        """Return True if a MAC is right: then a holder of the secret has written the bytes for this place."""
         return hmac.compare_digest(mac, self.mac(place, data))
 
     def sign(self, place: str, value: Any) -> str:

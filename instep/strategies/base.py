@@ -1,4 +1,4 @@
-"""`Strategy`, the base class of all strategies, and helpers for them; it is itself the strategy for one device."""
+"""`Strategy`, the base class of all strategies and itself the strategy for one device; and helpers for strategies."""
 
 from __future__ import annotations
 

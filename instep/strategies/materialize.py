@@ -107,7 +107,7 @@ class _Coming:
 
 
 def builds_empty() -> bool:
-    """Return True if the default device is the meta device, so that modules are built without values."""
+    """Return True if the default device is the meta device: modules are then built without values."""
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0))
     return probe.weight.is_meta

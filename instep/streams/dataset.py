@@ -75,8 +75,8 @@ class StreamDataset(Dataset[Any]):
 
     Raises:
         SettingError: a setting is wrong, or a format is not known.
-        DataError: a file is missing or damaged, has a record that is too long, or has another number of records than
-            `counts` says.
+        DataError: a file is missing or damaged, has a record that is too long, or has a number of records that is not
+            the one in `counts`.
         MissingPackageError: pyarrow or fsspec is needed and not installed: `pip install 'instep[data]'`.
 
     Example:
@@ -309,7 +309,7 @@ class StreamDataset(Dataset[Any]):
         return {"files": files, "digest": self._digest(files), "window": self.window, "bucket": self.bucket}
 
     def _instep_go_on(self, mark: Any, epoch: int) -> None:
-        """Continue an interrupted epoch with the files of `mark`.
+        """Continue an interrupted epoch with the files that its description `mark` names.
 
         Raises:
             DataError: the list of files does not begin with the files of `mark`, or `window` or `bucket` has changed.

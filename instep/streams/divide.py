@@ -431,10 +431,10 @@ class Division:
         All ranks must call this if `pattern` is None.
 
         Args:
-            begin: function that returns the number of the sample with which the pass begins. If there is no common
-                order, the number counts in each reader's own order.
+            begin: function that returns the index of the sample with which the pass begins. If there is no common
+                order, the index counts in each reader's own order.
             strict: whether it is an error if the stream ends before that sample.
-            read: number of the sample at which the readers are now.
+            read: index of the sample at which the readers are now.
 
         Raises:
             DataError: it cannot be found out which readers read the same samples.

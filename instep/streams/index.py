@@ -58,7 +58,7 @@ class Index:
                 opened.
 
         Raises:
-            DataError: a shard is damaged, or has another number of records than the user says.
+            DataError: a shard is damaged, or its number of records is not the one in `given`.
         """
         known = [self._kept_count(shard) for shard in shards]
         for shard, mine, theirs in zip(shards, known, given or known, strict=True):

@@ -109,7 +109,7 @@ class WindowOrder(LazyOrder):
 class MixtureOrder(LazyOrder):
     """Order of an epoch over several sources; each source has its share of every block of 1,024 samples.
 
-    An index is a pair: the number of the source, and the index in the source.
+    An index is a pair: the index of the source, and the index in the source.
 
     Positions, and the passes of each source, are counted over all epochs. Each pass has a new order.
 
@@ -203,7 +203,7 @@ def order_from(
 
 
 def place_of(spec: dict[str, Any], sample: Any) -> str:
-    """Return the file and record number of a sample in the order of a spec."""
+    """Return, as text, the file of a sample and the index of its record in the file, for the order of a spec."""
     if "sources" in spec:
         source, sample = sample
         return place_of(spec["sources"][source], sample)

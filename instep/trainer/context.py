@@ -128,7 +128,7 @@ class Position:
         earlier_batches: batches done in the epochs before this one.
         validated: whether the validation that was due at `batch` has run.
         validation_due: for a position from a checkpoint, whether a validation was due when it was saved. It is stored
-            because another number of ranks counts the batches differently. None: `batch` decides.
+            because a different number of ranks counts the batches differently. None: `batch` decides.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
         part_done: whether some samples of the epoch are done, but fewer than one batch of all ranks of the resumed run.
         epoch_over: whether the epoch's end hooks have run, also in an epoch that the run's end cuts short. No

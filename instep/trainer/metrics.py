@@ -109,7 +109,7 @@ class Metrics:
                 self.nan_since.pop(name, None)
 
     def describe_nan(self) -> str:
-        """Describe which values are nan, and since which step; "" if none is.
+        """Describe which values are nan, and since which step; "" if no value is nan.
 
         Before this, call `keep` with the current log.
         """

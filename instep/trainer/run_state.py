@@ -482,7 +482,7 @@ def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
         plan: plan with the checkpoint.
 
     Returns:
-        The marked weights by name. Without the mark, they would be read from the file that `configure_model` has named.
+        The marked weights by name. A weight that is not marked is read from the file that `configure_model` has named.
     """
     from instep.strategies.materialize import await_weights, deferred_weights  # imported late: only a resume needs it
 

@@ -520,7 +520,7 @@ class Trainer:
         self.metrics.forget()
 
     def _leave(self, ctx: RunContext) -> None:
-        """Detach a run from the Trainer, which remembers its last run, so that this run can still be saved."""
+        """Detach a run from the Trainer, but remember the last run, which `save_checkpoint` can still save."""
         before, self._ctx = self._last_ctx, None
         if ctx.fn == "fit" or before is None or before.module is not ctx.module:
             self._last_ctx = ctx  # after an evaluation, save_checkpoint must still find the optimizers of the last fit
@@ -754,7 +754,7 @@ class Trainer:
         """Return the data set's indices that make up a batch of this rank.
 
         Args:
-            batch_idx: number of the batch in the running pass over the data, as hooks get it in `batch_idx`.
+            batch_idx: index of the batch in the running pass over the data, as hooks get it in `batch_idx`.
 
         Returns:
             The indices; None if they are not known: for an iterable data set, or for a batch before the checkpoint from

@@ -184,7 +184,7 @@ def _make(
     from instep.utils.rebuild import build_configured, cannot_make, with_structures
 
     if hparams_file is not None:
-        from instep.loggers.hparams import plain  # imported late: few programs pass such a file
+        from instep.loggers.hparams import plain  # imported late: few programs pass `hparams_file`
 
         # A logger's file has texts in place of classes and paths: keep a saved value that has the same text.
         given = _read_hparams(local_path(hparams_file))

@@ -145,7 +145,7 @@ def add_generator(name: str, get_state: Callable[[], int], set_state: Callable[[
     Args:
         name: name of the generator's device type.
         get_state: function that returns the state of the generator, an integer of at most 64 bits.
-        set_state: function that takes such a state, or a seed.
+        set_state: function that takes a result of `get_state`, or a seed.
     """
     _others[name] = get_state, set_state
 

@@ -13,7 +13,7 @@ FOLDERS = ("zero", "dcp")
 
 
 def find_foreign_folder(path: Path) -> tuple[ModuleType, Path] | None:
-    """Return the module that can read another package's folder, and the folder with the weights; None if none can."""
+    """Find the module that can read another package's folder, and the folder of the weights; None if no module can."""
     readers = (import_module(f"{__name__}.{name}") for name in FOLDERS)
     return next(((reader, folder) for reader in readers if (folder := reader.find_folder(path)) is not None), None)
 

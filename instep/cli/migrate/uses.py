@@ -112,7 +112,7 @@ def count_positional(function: Any) -> float:
 
 
 def refused(function: Any, argument: str) -> str | None:
-    """Return why a function or class does not accept an argument; None if it does.
+    """Return why a function or class does not accept an argument; None if it accepts the argument.
 
     Example:
         >>> import shutil

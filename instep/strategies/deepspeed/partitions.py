@@ -65,7 +65,7 @@ class Partition:
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Return True if ZeRO stage 3 has sharded a parameter, so that it has elements only while it is gathered."""
+    """Return True if ZeRO stage 3 has sharded a parameter, which then has elements only while it is gathered."""
     return hasattr(parameter, "ds_tensor")
 
 
