@@ -79,9 +79,9 @@ class Window:
             self._change(None)
 
     def _change(self, loader: AcceleratedLoader | None) -> None:
-        """Start to use the new length, if windows of the old and of the new length begin at the current batch.
+        """Start to use the new length of accumulation windows, if windows of both lengths begin at this batch.
 
-        A loader's windows begin at multiples of their length.
+        The windows of a loader begin at batch indices that are multiples of their length.
         """
         at = 0 if loader is None or not self._gradient.sync_with_dataloader else loader.batch_idx
         if self._next is None or at % lcm(self._next, self._gradient.num_steps):

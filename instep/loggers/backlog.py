@@ -269,7 +269,7 @@ class Backlog:
 
     @cached_property
     def seal(self) -> Seal | None:
-        """The object that marks lines as written by this user; None if the lines get no marks."""
+        """Object that adds a MAC to each line, to prove that this user wrote it; None if lines get no MAC."""
         return self.find_seal()
 
     def refuse(self, record: Record, seal: Seal | None = None) -> None:

@@ -157,7 +157,7 @@ def to_audio(name: str, value: Any, sample_rate: int = 44_100, caption: str | No
     of two dimensions is that of the samples.
 
     Raises:
-        LogError: the value has another shape.
+        LogError: the value has none of these shapes.
     """
     if isinstance(value, Audio):
         return value
@@ -177,7 +177,7 @@ def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) ->
     The shape is (frames, channels, height, width) or (frames, height, width, channels).
 
     Raises:
-        LogError: the value has another shape.
+        LogError: the value has none of these shapes.
     """
     if isinstance(value, Video):
         return value

@@ -55,7 +55,7 @@ class LogFile:
         self._header: list[str] = []
 
     def replaced(self) -> bool:
-        """Return True if the path now leads to another or a shorter file than the one that was read."""
+        """Return True if the file that was read has been replaced by a different file, or has become shorter."""
         try:
             now = os.stat(self.path)
         except OSError:

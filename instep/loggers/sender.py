@@ -291,7 +291,7 @@ class Sender:
             self.backlog.refuse(record._replace(step=None), self.backlog.seal)
         except OSError:
             self.backlog.lost += 1
-        self.backlog.drop(2, self._books.writer.file.row_count())  # the refused record and the next one, which was sent
+        self.backlog.drop(2, self._books.writer.file.row_count())  # the refused record, and the sent one after it
         self._failures, self._next_try_s = 0, 0.0
 
     def _warn(self, text: str) -> None:

@@ -164,7 +164,7 @@ class Profiler(ABC):
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
-        # The name of a file for one action has that action instead of the kind of profiler.
+        # A file for a single action has the name of the action in its file name, in place of the kind of profiler.
         name = self._kind if action_name is None else None
         parts = (self._stage, self.filename or name, rank, action_name)
         return _UNSAFE.sub("_", "-".join(part for part in parts if part)) + extension

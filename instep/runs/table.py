@@ -23,7 +23,7 @@ MARK = "\u200e"
 """Unicode's left-to-right mark: an invisible character after which a line goes on from left to right."""
 _GAP, _LEAST = 2, 10  # number of blanks between columns, and the smallest width to which a text is cut
 _LONG = 100  # maximum number of characters of a text if nothing else limits the width
-_ALWAYS = 2  # columns with a `rank` up to this (state, best value) are never left out, even if names must be cut
+_ALWAYS = 2  # largest `rank` of the columns (state, best value) that are never left out, even if names must be cut
 _FEW = 8  # maximum number of runs for which the lines below the table say why they ended
 _UP = ("acc", "auc", "f1", "bleu", "rouge", "dice", "iou", "precision", "recall", "score", "reward", "r2", "map")
 _FACTS: dict[str, Callable[[Entry], Any]] = {

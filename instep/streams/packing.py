@@ -56,7 +56,7 @@ class PackedStream(PackedDataset):
         self.windows: Any = _Windows(found, self.size, at_least(1)("block", block))
 
     def describe_sample(self, index: int) -> str:
-        """Return the places of the sequences of a window, for a message."""
+        """Describe in a text where the sequences of a window come from, for messages."""
         described = getattr(self.dataset, "describe_sample", lambda sequence: f"sequence {sequence}")
         return "; ".join(described(sequence) for sequence in self.windows[index])
 

@@ -127,7 +127,7 @@ def train_cases(
 def resume(
     make: Callable[[], Strategy | str], module: Callable[[], TrainModule], other: str, folder: str
 ) -> dict[str, Any]:
-    """Resume the first case from the checkpoint in the middle of the run in the folder `other`."""
+    """Resume the first case from a checkpoint that an earlier run of it has saved in the folder `other`."""
     return _train(make, module, next(iter(CASES)), folder, middle(f"{other}/0"))
 
 

@@ -118,7 +118,7 @@ class Loaders:
         phases: mapping from an optimizer step to the value of `accumulate` from that step on, if `global_batch_size`
             changes over the run; else None.
         window_origin: batch of the epoch from which accumulation windows are counted.
-        in_epoch: whether an epoch is running. Its step was made for the current accumulation, which must not change.
+        in_epoch: whether an epoch is running. While it runs, the user must not change `accumulate`.
         prepared_train: the training data; None before it is prepared.
         given: loaders that the user passed to the Trainer's method, by stage; None where a loader method returns them.
         settings: settings of the Trainer; a trial may change the limits of batches in them before data is prepared.

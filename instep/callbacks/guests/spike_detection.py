@@ -49,8 +49,8 @@ class SpikeDetection(Callback):
         mode: "min" if a lower loss is better, "max" if a higher loss is better.
         window: number of batches in the running mean.
         warmup: number of batches at the start of training that are never spikes.
-        atol: smallest difference from the running mean that is a spike. None: no such limit.
-        rtol: smallest difference that is a spike, as a multiple of the running mean. None: no such limit.
+        atol: smallest difference from the running mean that is a spike. None: no absolute limit.
+        rtol: smallest difference that is a spike, as a multiple of the running mean. None: no relative limit.
         exclude_batches_path: the JSON file to write, or a folder for `skip_batches.json`. None: use the run folder.
         finite_only: True: a loss that is nan or inf is a spike. False: nan is ignored, inf is compared as a number.
 

@@ -608,7 +608,7 @@ class Uses(cst.CSTVisitor):
         return _KINDS.get(self.classes.get(code(node), ""), "")
 
     def made(self, node: cst.BaseExpression) -> str:
-        """Return the instep class whose object a call makes; "" if it makes no object of instep."""
+        """Return the name of the instep class that a call creates an object of; "" if it creates no such object."""
         return self._class(node.func) if isinstance(node, cst.Call) else ""
 
 

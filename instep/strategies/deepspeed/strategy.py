@@ -703,7 +703,7 @@ class DeepSpeedStrategy(Strategy):
                 if not hasattr(first, "shape") or not tuple(first.shape):
                     state[key] = self._scalar(optimizer, key, [whole(value) for _, _, value in values])
                     continue
-                if parts[0][1].fetch is None or key not in state:  # a state on a disk must stay the same tensor
+                if parts[0][1].fetch is None or key not in state:  # a tensor with content on a disk must stay
                     state[key] = torch.zeros_like(flat, dtype=first.dtype, requires_grad=False)
                 for name, part, value in values:
                     if value is None or tuple(value.shape) != part.shape:
