@@ -96,7 +96,7 @@ def test_every_row_once_in_order_on_one_process(mode: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.campaign), 3])
 def test_every_row_once_in_order_on_several(world: int) -> None:
     assert run_ranks(check_all, world) == [[len(cases(mode, world)) for mode in MODES]] * world
 

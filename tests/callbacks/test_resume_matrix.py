@@ -216,6 +216,7 @@ def compare(cases: list[tuple[str, tuple[str, ...]]], folder: str) -> dict[tuple
 
 
 @pytest.mark.dist
+@pytest.mark.campaign
 def test_combined_callbacks_end_with_the_same_bits(tmp_path):
     found = compare([("ddp", COMBINED), ("fsdp", COMBINED)], str(tmp_path))
     assert [lines for lines in found.values() if lines] == []

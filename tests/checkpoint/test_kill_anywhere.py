@@ -113,7 +113,7 @@ def kill_training_everywhere(folder: str, way: Way) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "background"])
 def test_a_training_killed_at_any_operation_of_its_saves_ends_bit_for_bit_the_same(
     background: bool, tmp_path: Path
 ) -> None:
@@ -204,6 +204,7 @@ def kill_ranks_everywhere(folder: str, way: Way, every: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.campaign
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("deepspeed_stage_2", marks=pytest.mark.deepspeed)])
 def test_a_sharded_training_killed_at_any_operation_of_a_rank_ends_bit_for_bit_the_same(
     strategy: str, tmp_path: Path

@@ -193,7 +193,9 @@ def _exchanged(mode: str) -> list[list[list[int]]]:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=pytest.mark.campaign), 3, pytest.param(4, marks=pytest.mark.campaign)]
+)
 def test_exchanged_batches_give_every_sample_once_and_in_order(world: int) -> None:
     by_mode = run_ranks(_all_exchanged, world)
     for mode in EXCHANGED:

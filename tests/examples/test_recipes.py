@@ -81,6 +81,7 @@ def test_a_recipe_of_other_packages_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.campaign
 def test_recipes_run_on_two_processes(tmp_path: Path) -> None:
     check_two_processes(SAYS, tmp_path)
 

@@ -22,7 +22,7 @@ from tests.fuzz.__main__ import fuzz, whole_input
 from tests.fuzz.readers import READERS
 
 KEPT = Path(__file__).parents[1] / "data/fuzz"
-EVERY = int(os.environ.get("INSTEP_FUZZ_COUNT", "6"))
+EVERY = int(os.environ.get("INSTEP_FUZZ_COUNT", "4"))
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 

@@ -165,6 +165,7 @@ def four_ranks(file: Path) -> dict[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_each_of_four_ranks_reads_only_its_shards_of_a_file(tmp_path: Path) -> None:
     file, elements = make_file(tmp_path)
     alone = train("auto", steps=3, module=Loaded(file, empty=False), limit_val_batches=0)

@@ -147,6 +147,7 @@ def test_strategies_of_two_processes_agree(runs: Runs, names: list[str]) -> None
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_strategies_of_four_processes_agree(runs: Runs) -> None:
     runs.train(["single process", *MANY])
     assert runs.far() == {}

@@ -111,6 +111,7 @@ def run(folder: Path, growth: Growth, batches: int, saves: ModelCheckpoint, **se
     return trainer
 
 
+@pytest.mark.campaign
 def test_1200_epochs_with_loggers_checkpoints_and_validation(folder: Path) -> None:
     epochs, batches, growth = 1200, 2, Growth(200, 400, 1000, 1199)
     saves = ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)

@@ -31,7 +31,9 @@ def save_to(url: str, **options: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"background": True}], ids=["at-once", "background"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"background": True}, marks=pytest.mark.campaign)], ids=["at-once", "background"]
+)
 def test_a_run_that_was_stopped_ends_like_one_that_was_not(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
 ) -> None:
@@ -80,6 +82,7 @@ def train(url: str, root: str, stop: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_two_ranks_end_like_two_that_were_never_stopped(bucket: Bucket, tmp_path: Path) -> None:
     whole = run_ranks(train, 2, f"{bucket.url}/whole", str(tmp_path / "whole"), False)
     stopped = run_ranks(train, 2, f"{bucket.url}/stopped", str(tmp_path / "stopped"), True)

@@ -347,6 +347,7 @@ def test_a_name_imports_nothing() -> None:
     assert "antigravity" not in sys.modules
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_strangers_values_open_import_load_and_build_nothing(tmp_path: Path) -> None:
