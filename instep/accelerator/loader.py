@@ -83,8 +83,8 @@ class AcceleratedLoader:
         self._non_blocking = non_blocking
         self._restore_position = restore_position
         self._next_epoch = 0
-        # finished batches of the epoch as the loaded state counts them, minus their number as the source counts them;
-        # not 0 if a different number of ranks saved the state, since their batches had other sizes
+        # number of finished batches of the epoch in the loaded state, minus that number in the source; not 0 if a
+        # different number of ranks saved the state, since their batches had other sizes
         self._others = 0
         self._pass: object = None  # identifies the running pass: an iterator of an older pass raises an error
         # position that `load_state` restored; None once the script has used a batch

@@ -313,7 +313,7 @@ class _Slot:
 
     def __getstate__(self) -> dict[str, Any]:
         nothing = dict.fromkeys(("_there", "_value", "_kept", "_seen"))
-        return {**vars(self), **nothing}  # a copy of the module makes its weights from the map again
+        return {**vars(self), **nothing}  # a copy of the module reads its weights from the map
 
     def unload(self) -> None:
         """Replace the weight in the module by its placeholder on the meta device."""

@@ -35,7 +35,7 @@ _REPEATS = 5
 _TOLERANCE = {"32-true": 1e-5, "64-true": 1e-5}  # relative tolerance of an epoch's mean loss
 _TOLERANCE_OF_16_BITS = 5e-2
 
-_FEATURES, _HIDDEN = 64, 16384  # widths: with 1,081,345 parameters, a checkpoint is large enough to measure bandwidth
+_FEATURES, _HIDDEN = 64, 16384  # widths for 1,081,345 parameters: enough to measure a checkpoint's bandwidth
 BATCHES, _PER_RANK, EPOCHS = 4, 8, 3
 
 QUIET: dict[str, Any] = {

@@ -136,7 +136,7 @@ class Counts:
         """Add the stored counts to what the metric objects have counted since they were reset.
 
         Args:
-            others: further `Counts` to add, which were taken out at other times.
+            others: further `Counts` to add, whose counts were stored at other times.
 
         Returns:
             The metric objects whose states cannot be added up, such as a mean over batches. They are not changed.

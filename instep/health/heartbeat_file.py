@@ -42,11 +42,11 @@ class RankProgress:
         turn: how often the phase has changed.
         phase: what the rank is doing, one of `PHASES`.
         compiles: whether the rank waits for the compiler.
-        rank: number of the rank among all nodes.
+        rank: the rank, as numbered over all nodes.
         pid: process id of the rank; 0: the rank has not started yet.
         limit_s: seconds that a step may take; 0: there is no limit.
         said: whether the rank has written its own report of a hang.
-        local_rank: number of the rank on this node.
+        local_rank: the rank, as numbered on this node.
         waits: whether the rank's own report says that it waited for other ranks.
     """
 

@@ -16,15 +16,15 @@ class RankEnd:
     """End of a rank that failed.
 
     Args:
-        rank: number of the rank among all nodes.
-        node: number of its node in this round of the rendezvous.
+        rank: the rank, as numbered over all nodes.
+        node: index of the rank's node in this round of the rendezvous.
         host: name of the node.
         code: exit code of the rank; negative: number of the signal that killed it.
         first: whether the rank was among the first on its node that failed.
         report: the report in the rank's error file; None if there is none.
         steps: number of optimizer steps in the rank's heartbeat; None if the rank was not training.
         batch: index of the last batch that was done in the loop; None if no batch was done.
-        phase: what the rank was doing, one of `heartbeat_file.PHASES`; "end": an error had ended its run already.
+        phase: what the rank was doing, one of `heartbeat_file.PHASES`; "end": it was ending after an error.
     """
 
     rank: int

@@ -23,10 +23,10 @@ _WRITE_S = 10.0
 class SwanLabLogger(Logger):
     """Write metrics to SwanLab: online, or offline into `<run folder>/swanlog` for a later `swanlab sync`.
 
-    `state_dict` holds the run's id, so that a resumed run continues the same SwanLab run. Offline it adds a folder with
-    that id, and does not write values again that earlier folders have. A checkpoint waits until SwanLab's own thread
-    has written all earlier values to its file. SwanLab accepts a value of a metric only at a later step than the
-    metric's last value.
+    `state_dict` holds the run's id, so that a resumed run continues the same SwanLab run. Offline, the resumed run
+    writes into a new folder with that id, and leaves out values that earlier folders already have. A checkpoint waits
+    until SwanLab's own thread has written all earlier values to its file. SwanLab accepts a value of a metric only at a
+    later step than the metric's last value.
 
     Args:
         project: name of the project. None: the variable SWANLAB_PROJ_NAME, else the name of the working directory.

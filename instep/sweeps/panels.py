@@ -100,7 +100,7 @@ class SweepPanel:
 
 
 def _marks(entries: Sequence[Entry]) -> list[Any]:
-    """Return a value that changes when runs change; it has no metrics, since a metric of nan is unequal to itself."""
+    """Return a value that changes when runs change. It contains no metrics, since nan is unequal to itself."""
     return [(entry.run.folder, entry.run.stamp, entry.run.status.state, entry.name) for entry in entries]
 
 

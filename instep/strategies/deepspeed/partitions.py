@@ -60,7 +60,7 @@ class Partition:
             self.store(value)
 
     def shard(self, run: Tensor) -> Shard:
-        """Return `run`, the values of this part's elements, as a `Shard` that a checkpoint can store."""
+        """Return the values `run` of this part's elements as a `Shard`, which a checkpoint can store."""
         return Shard(run, self.shape, (self.begin,), flat=True)
 
 
