@@ -163,6 +163,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=missing))
+    items[:] = _of_part(items)
+
+
+def _of_part(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Keep the extras of one part of several, as in INSTEP_EXTRAS_PART="2/3"; all extras of a file are in one part."""
+    part, _, parts = os.environ.get("INSTEP_EXTRAS_PART", "").partition("/")
+    if not parts:
+        return items
+    files = sorted({item.path for item in items if item.get_closest_marker("extras")})
+    mine = set(files[int(part) - 1 :: int(parts)])
+    return [item for item in items if item.path in mine or not item.get_closest_marker("extras")]
 
 
 @pytest.fixture(scope="module", name="engine")

@@ -246,8 +246,8 @@ class TrainerSaver(RunSaver):
             callback.before_save(ctx.trainer)
         if at.batch != at.window_batch and not weights_only and ctx.rank == 0:
             warn_user(
-                f"this checkpoint is saved in the middle of an optimizer window (batch {at.batch}, the window began at "
-                f"{at.window_batch}). A resumed run begins the window again, with other random numbers. Save where "
+                f"this checkpoint is saved in the middle of an accumulation window (batch {at.batch}, the window began "
+                f"at {at.window_batch}). A resumed run begins the window again, with other random numbers. Save where "
                 "trainer.position.batch == trainer.position.window_batch to go on exactly"
             )
 

@@ -31,7 +31,7 @@ class Part:
     Args:
         world: ranks.
         batch_size: of each rank.
-        accumulate: batches of an optimizer window.
+        accumulate: batches of an accumulation window.
         workers: of the loader.
         steps: optimizer steps until it is killed.
         save_every: optimizer steps between saves.

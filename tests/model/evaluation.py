@@ -47,7 +47,7 @@ class Plan:
         return validates_in(self.epochs, epoch)
 
     def due_after_window(self, epoch: int, before: int, begin: int, end: int) -> bool:
-        """Return whether a validation runs after an optimizer window.
+        """Return whether a validation runs after an accumulation window.
 
         One is due after every `every` batches. If the window has not ended there, the validation waits for its end.
 

@@ -1,4 +1,4 @@
-"""A fit from its start to its end: settings, hooks in their order, epochs, optimizer windows, and why it ends."""
+"""A fit from its start to its end: settings, hooks in their order, epochs, accumulation windows, and why it ends."""
 
 from __future__ import annotations
 

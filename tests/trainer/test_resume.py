@@ -415,7 +415,7 @@ def test_a_save_within_a_window_is_warned_of(tmp_path: Path) -> None:
         accumulate_grad_batches=2,
         callbacks=[SaveEachBatch()],
     )
-    with pytest.warns(UserWarning, match=r"in the middle of an optimizer window \(batch 1"):
+    with pytest.warns(UserWarning, match=r"in the middle of an accumulation window \(batch 1"):
         trainer.fit(Net(), DataLoader(Plain(8), batch_size=4))
 
 
