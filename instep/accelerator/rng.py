@@ -67,7 +67,7 @@ def synchronize_rng_states(
         name: state[name] for name in ("torch", "python", "numpy") if name in types and name in state
     }
     devices = [name for name in ("cuda", "xpu") if name in types and getattr(torch, name).is_available()]
-    # Only the current device's generator is set, since the current device of another rank has another index.
+    # Each rank sets the generator of its current device, since rank 0's device may have a different index.
     chosen.update({name: getattr(torch, name).get_rng_state() for name in devices})
     if generator is not None:
         chosen["generator"] = generator.get_state()

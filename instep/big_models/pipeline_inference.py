@@ -303,7 +303,7 @@ class _Called(nn.Module):
         super().__init__()
         self.model = model
         found: list[tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]] = []
-        # The following attributes are functions, since torch.export forbids changes of a module's attributes.
+        # `forward` calls these functions, since under torch.export it must not assign to attributes of the module.
         self._call = lambda tensors: with_tensors(inputs, tensors)
         self._note = lambda *what: found.append(what)
         self._found = lambda: found[-1]

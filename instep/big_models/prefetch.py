@@ -197,7 +197,7 @@ class _Nothing:
 def prefetch_blocks(
     model: nn.Module, weights: WeightsMap, devices: Mapping[str, torch.device | int | str], depth: int = 1
 ) -> Prefetcher | None:
-    """Read offloaded weights of a model block by block, one block ahead of the forward.
+    """Read offloaded weights of a model block by block, `depth` blocks ahead of the forward.
 
     Args:
         model: the model, whose forward calls its modules.

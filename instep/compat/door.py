@@ -169,7 +169,7 @@ def defined(name: str) -> Any:
         found = made["value"]
         return (lambda *args, **kwargs: found()) if name.endswith("_available") else found
     if name.startswith("is_") and name.endswith(("_available", "_version")):
-        return lambda *args, **kwargs: False  # False, since instep does not support what the name asks for
+        return lambda *args, **kwargs: False  # such a function asks for a package or device that instep does not use
     if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):
         # instep needs a newer torch than all versions in these names, so only "greater" is true
         return name.startswith("_TORCH_GREATER")

@@ -39,7 +39,7 @@ class Launch:
     file: Path | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that have a source, and thus not their default value."""
+        """Return the settings that the command line, a file or a variable has set; the others have their defaults."""
         return {name: getattr(self.settings, name) for name in NAMES if name in self.sources}
 
     def check(self) -> None:

@@ -31,8 +31,8 @@ class Splitter:
     are not split.
 
     Args:
-        columns: whether a list that may hold columns or samples is taken to hold columns, since torch's own collation
-            makes only lists of columns.
+        columns: whether a batch that is a list, and could be a list of columns or of samples, is taken as a list of
+            columns: torch's own collation makes no list of samples.
 
     Example:
         >>> splitter = Splitter()

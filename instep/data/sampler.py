@@ -85,7 +85,7 @@ class ShardedSampler(ABC):
         return self._order
 
     def _keep(self, order: Sequence[Any] | torch.Tensor) -> Sequence[Any] | torch.Tensor:
-        """Convert a drawn order to the form in which it is kept."""
+        """Convert the random order of an epoch before it is stored; here, keep it as it is."""
         return order
 
     def redraw(self) -> None:

@@ -337,7 +337,7 @@ class TrainOptimizer(OptimizerProxy):
         self._no_sync = no_sync
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Let the strategy and the precision step the optimizer, and count the step in the Trainer's `global_step`.
+        """Run the optimizer's step through the strategy and its precision, and count it in the Trainer's `global_step`.
 
         Args:
             closure: function that runs the model again and returns the loss, for optimizers that need it.
