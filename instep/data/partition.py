@@ -31,8 +31,8 @@ class Splitter:
     are not split.
 
     Args:
-        columns: whether a batch that is a list, and could be a list of columns or of samples, is taken as a list of
-            columns: torch's own collation makes no list of samples.
+        columns: whether a list that could be a list of columns or of samples is taken as a list of columns, as in
+            the batches of torch's own collation, which makes no lists of samples.
 
     Example:
         >>> splitter = Splitter()
