@@ -525,7 +525,7 @@ class ModelCheckpoint(Callback):
         self._finish_pending(trainer)
         # A save that was not due gets no score, since the metric may be that of an earlier step.
         score = None if last or self.monitor is None else self._score(trainer)
-        # A checkpoint whose metric is nan has no score: it is kept only as the newest one.
+        # A checkpoint whose metric is nan counts as judged, but has no score: it is kept only as the newest one.
         bad = score is not None and math.isnan(score)
         new = Saved("", trainer.global_step, None if bad else score)
         newest = self._want_newest(trainer)

@@ -268,7 +268,7 @@ def described(loader: Any) -> str:
 
 
 def list_samples(indices: list[Any] | None, source: Any = None) -> str:
-    """Format the indices of a batch's samples for a message, at most 16 of them.
+    """Format the indices of a batch's samples for a message: the first 16 of them at most.
 
     If the data set of `source` has a method `describe_sample(index)`, its text is added for each index.
 

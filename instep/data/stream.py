@@ -604,7 +604,7 @@ class StreamLoader(PreparedLoader):
         return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size, self.world_size))
 
     def _goes_on(self, number: int, slot: _ReadAhead) -> bool:
-        """Return True if the ranks run batch `number`. With uneven="error", raise DataError if a rank lacks it."""
+        """Return True if the ranks run batch `number`. With uneven="error", raise DataError if only some have it."""
         ranks, _ = slot.agreed.read()
         if self.uneven == "error" and 0 < ranks < self.world_size:
             raise DataError(

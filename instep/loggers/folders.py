@@ -51,7 +51,7 @@ def choose_place(
 
     Returns:
         The first folder that is not None: `opened`, `run` (unless `asked` is another folder), `goes_on`, or `asked` (if
-        it is free). If all are None, `version_<next_number>`.
+        it is free). If there is none of these, a new folder `version_<next_number>`.
 
     Example:
         >>> choose_place("best", is_free=False, next_number=3)

@@ -233,8 +233,8 @@ class awaited:
     Args:
         group: process group of the collective.
         operation: name of the user's call.
-        alone: whether the code in the block reports missing ranks itself. Then this object only stops the block if a
-            rank has ended.
+        alone: whether the code in the block reports missing ranks and explains its errors itself. Then this object
+            only stops the block if a rank has ended.
 
     Attributes:
         in_vain: whether a rank for which the block waits has ended.

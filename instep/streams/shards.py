@@ -74,7 +74,7 @@ def find_shards(
 
     Raises:
         DataError: a file is missing, or is not a regular file; the text has its name.
-        SettingError: there is no file, or the format of a file is not known.
+        SettingError: there is no file, a file is named twice, or the format of a file is not known.
     """
     given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
     urls = [url for each in given for url in _expanded(os.fspath(each), options)]

@@ -251,7 +251,7 @@ def check_saving(ctx: RunContext) -> None:
 
 
 def is_finished(ctx: RunContext) -> bool:
-    """Return True if no step is left to train."""
+    """Return True if training is over: its limits are reached, or the run is stopping."""
     at, s = ctx.position, ctx.settings
     if s.train_limit == 0 or (s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs):
         return True

@@ -177,7 +177,7 @@ class _Search:
 
     Args:
         fits: function that runs steps with a batch size and returns whether the steps fitted into memory.
-        most: function that returns the size of a batch with all samples of the data set; None while unknown.
+        most: function that returns the largest possible number of samples in a batch of one rank; None while unknown.
         left: function that returns whether the run was interrupted; the search then ends.
         first: the first size to try.
         trials: `max_trials` of `BatchSizeFinder`.

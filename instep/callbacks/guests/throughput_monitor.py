@@ -49,8 +49,9 @@ class ThroughputMonitor(Callback):
     These values are logged every `log_every_n_steps` steps, with `train/` before each name:
 
     - `time` (seconds of training, without validation), `batches` (of each process), `samples` and `lengths` (of all
-      processes): totals since the run began, including the time before a restart. `samples` and `lengths` are also
-      logged under the plain names `samples` and `tokens`, for loggers with `x_axis="samples"` or `x_axis="tokens"`.
+      processes): totals since the run began, including what was counted before a restart. `samples` and `lengths` are
+      also logged under the plain names `samples` and `tokens`, for loggers with `x_axis="samples"` or
+      `x_axis="tokens"`.
     - `device/batches_per_sec`, `device/samples_per_sec`, `device/items_per_sec`, `device/flops_per_sec`, `device/mfu`:
       rates of this process over the last `window_size` batches; not logged before there are as many batches.
     - `batches_per_sec`, `samples_per_sec`, `items_per_sec`, `flops_per_sec`: rates of all processes together, if there

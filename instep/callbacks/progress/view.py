@@ -281,8 +281,8 @@ def _flow(items: Iterable[list[_Span]], width: int) -> Iterable[list[_Span]]:
             yield row
             row, used = [], 0
         if row:
-            # Merge the separator with a span of the same style, since rich's drawing time grows with the number of
-            # spans.
+            # The separator and the item's first span become one span, and the previous span joins them if it has the
+            # same style, since rich's drawing time grows with the number of spans.
             first = f"   {item[0].text}"
             if row[-1].style == item[0].style:
                 first = row.pop().text + first
