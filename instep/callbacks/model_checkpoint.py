@@ -73,7 +73,7 @@ class ModelCheckpoint(Callback):
     """Save checkpoints, and delete old checkpoints when a newer one has been verified.
 
     A checkpoint is a folder, which appears only when it is complete. The main process decides for all ranks what to
-    save and to delete. Without `monitor`, only the newest checkpoints are kept (`save_top_k` of them, or all for -1).
+    save and to delete. Without `monitor`, only the newest checkpoint is kept (`save_top_k=1`), or all are (-1).
 
     Args:
         dirpath: folder to save in, or a URL such as "s3://bucket/run"; by default `checkpoints/` in the run folder.

@@ -122,7 +122,7 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Data set of windows of a fixed length. Each holds several whole sequences, and padding only at its end.
+    """Data set of windows of a fixed length. Each holds whole sequences, as many as fit, and padding only at its end.
 
     The sequences are assigned to windows once: the longest sequence first, each into the fullest window that has room
     for it.

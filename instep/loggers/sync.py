@@ -72,7 +72,7 @@ def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None 
         run: the run folder.
         timeout_s: longest time for each logger, in seconds.
         ask: function that is called before sending records that another user may have written. It gets a text that says
-            what would be sent where, and raises an error to refuse. None: these records are not sent.
+            what would be sent where, and raises an error to refuse. None: refuse by a UsageError.
 
     Yields:
         The result for each logger.

@@ -748,7 +748,7 @@ class MetricLog:
 
         Args:
             step: the step of those step values that are not yet copied to the host.
-            reset: whether to clear all sums afterwards, for a new epoch.
+            reset: whether to clear all sums and reset the metric objects afterwards, for a new epoch.
 
         Returns:
             Step values that have arrived, and the epoch values in the order of their first `self.log`.

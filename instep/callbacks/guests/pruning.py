@@ -208,7 +208,7 @@ class ModelPruning(Callback):
 
         Args:
             pl_module: the module that contains the modules of the pairs.
-            parameters_to_prune: the pairs; if empty, all parameters of the module with these names are used.
+            parameters_to_prune: the pairs; if empty, those of all submodules with a parameter in `parameter_names`.
             parameter_names: names of parameters, used if no pairs are given; "weight" and "bias" by default.
 
         Raises:
