@@ -128,7 +128,7 @@ class NonFiniteError(InstepError, FloatingPointError):
 
     Args:
         message: what was not finite, where, and what to do next.
-        global_step: number of the optimizer step that was left out.
+        global_step: number of the optimizer step that was left out, counted as if it had been made.
         epoch: number of the epoch, from 0.
         batches: indices of this optimizer step's batches, counted from 0 in the epoch.
         ranks: ranks on which the loss was not finite; if all losses were finite, ranks on which a gradient was not.

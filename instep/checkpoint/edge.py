@@ -143,7 +143,8 @@ def check(value: Any, table: Mapping[str, Kind], what: str, optional: Mapping[st
         optional: check for the value of each key that may be missing.
 
     Raises:
-        ValueError: a key is missing or has a wrong value; the message names the key and the value.
+        ValueError: `value` is not a dict, or a key is missing or has a wrong value; the message names the key and the
+            value.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} is a {type(value).__name__}, where a dict is expected")

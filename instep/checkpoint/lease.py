@@ -307,7 +307,7 @@ def last_run(root: Path, files: Files) -> str | None:
 
 
 def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Lease | None:
-    """Wait until the lease with this number has ended; if this run holds it in this process, return it at once.
+    """Return the lease with this number if this run holds it in this process; else wait until it has ended: None.
 
     Raises:
         FolderInUseError: another run holds the lease, and its process is alive.

@@ -127,8 +127,9 @@ class Result:
 
     Args:
         check: name of the check.
-        seconds: time of one call.
-        bytes_per_s: bandwidth at which each rank sends or writes; None if the check moves too few bytes to measure it.
+        seconds: time of one call, or of the whole check if it runs only once.
+        bytes_per_s: bandwidth at which each rank sends or writes; None if it is not measured, since the check moves too
+            few bytes or there is only one process.
         problems: what went wrong, by rank.
         note: further text about the result, for the table.
     """

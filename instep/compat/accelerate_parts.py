@@ -336,7 +336,8 @@ class Accelerator(_Accelerator):
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save a state in exactly the folder `output_dir`, where programs look for it; replace an older state.
 
-        If only the main process calls this method, it saves without waiting for the other processes.
+        If only the main process calls this method, it waits until the other processes have gone on without calling it,
+        and saves alone.
         """
         if output_dir is None or "://" in str(output_dir):
             return super().save_state(output_dir, safe_serialization)

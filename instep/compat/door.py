@@ -63,7 +63,8 @@ class Door(NameFinder):
         version: version of the package that this process gets to see.
         roots: import names that are replaced -> their names in the package.
         has: function that returns whether the package has a module of this full name.
-        parts: modules with further names, searched in this order, before the tables of names in `instep.utils.porting`.
+        parts: modules with further names, searched in this order. Their names come before those in the tables of
+            `instep.utils.porting`, except in modules below `lightning.pytorch`.
     """
 
     def __init__(

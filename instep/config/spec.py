@@ -45,7 +45,7 @@ def started_node(environ: Mapping[str, str] | None = None) -> Node | None:
         environ: environment variables; None: `os.environ`.
 
     Returns:
-        The position; None if this process is the only agent, or the user gives its position in settings.
+        The position; None if this process is the only agent, or neither srun nor mpirun has started it.
 
     Raises:
         UsageError: several agents were started on this node.

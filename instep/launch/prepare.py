@@ -181,8 +181,8 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 def secret_of(spec: LaunchSpec) -> Secret:
     """Return the secret of the job: a new one for a single node; for several nodes, the one that the user has set.
 
-    If the user has set none, node 0 makes a secret and prints how to give it to the other nodes. Other nodes then run
-    without a secret, after a warning.
+    If the user has set none, node 0 of a static rendezvous makes a secret and prints how to give it to the other nodes.
+    All other nodes then run without a secret, after a warning.
 
     Raises:
         SettingError: the user's secret cannot be used.

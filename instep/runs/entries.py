@@ -236,7 +236,7 @@ def find_one(word: str) -> Entry:
     """Find one run, given by its folder or by its name.
 
     Raises:
-        UsageError: no run or several runs have this name.
+        UsageError: no run, or several runs, have this folder or name.
     """
     found, folder = at_path(word), Path(word).absolute()
     if folder.is_dir():

@@ -85,7 +85,10 @@ def metric_of(word: str) -> Metric:
 
 
 def usual_metric(entries: Sequence[Entry]) -> Metric | None:
-    """Choose the metric by which runs are compared: the one that ranked checkpoints, else a (validation) loss."""
+    """Choose the metric by which runs are compared: the one that ranked most runs' checkpoints.
+
+    If no run ranked its checkpoints, it is a metric of validation, a loss if there is one; else a loss or an accuracy.
+    """
     monitors = Counter(entry.monitor for entry in entries if entry.monitor in entry.ends)
     if monitors:
         return metric_of(monitors.most_common(1)[0][0])

@@ -64,7 +64,7 @@ class FSDPGradients(Gradients):
             yield entry._unsharded_param
 
     def gathered(self) -> Iterator[Any]:
-        """Yield FSDP2's private record (FSDPParam) of each sharded parameter."""
+        """Yield FSDP2's private record (FSDPParam) of each sharded parameter that has been gathered before."""
         for part in self.strategy._sharded:
             for group in _param_groups(part):
                 for entry in group.fsdp_params:

@@ -201,6 +201,8 @@ class Precision:
     def without(self, *, autocast: bool = False, scaler: bool = False) -> Precision:
         """Return a copy without autocast or without the scaler, for a strategy that casts or scales itself.
 
+        The `connect` of the strategy passes the copy to `Strategy.connect`, which stores it as `precision`.
+
         Args:
             autocast: True: no autocast, since the strategy casts to `compute_dtype` itself.
             scaler: True: no scaler, since the strategy scales float16 gradients itself.

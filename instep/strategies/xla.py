@@ -37,7 +37,10 @@ class XLAGradients(Gradients):
         self._reduce(optimizer)
 
     def _reduce(self, optimizer: Optimizer) -> None:
-        """Average the accumulated gradients over processes, once per optimizer step; do nothing with one process."""
+        """Average the accumulated gradients over processes, once per optimizer step.
+
+        With one process there is nothing to do, since the graph has averaged the gradients already.
+        """
         if id(optimizer) in self.reduced:
             return
         if PartialState().num_processes > 1:

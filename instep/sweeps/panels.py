@@ -148,7 +148,7 @@ class Curves(SweepPanel):
         """Return curves of a run, which are read only if its files changed; the panel keeps them for all chosen runs.
 
         Returns:
-            A value that changes only when the files change; and the curves, by name.
+            A value that changes only when the files or the names change; and the curves, by name.
         """
         mark, kept = (entry.run.stamp, names), self._kept.get(entry.run.folder)
         if kept is not None and kept[0] == mark:

@@ -144,7 +144,7 @@ def made(make: Callable[[], T], kind: type[T], check: str) -> T:
 def small_trainer(
     folder: Path, callbacks: Sequence[Callback] = (), saved_every: int = SAVED_EVERY, **settings: Any
 ) -> Trainer:
-    """Make a quiet Trainer with one CPU process, which saves every `saved_every` steps and keeps all checkpoints."""
+    """Make a quiet Trainer with one CPU process; it saves every `saved_every` steps and at the end, and keeps all."""
     saver = ModelCheckpoint(every_n_train_steps=saved_every, save_top_k=-1, save_last=True)
     options = {
         "accelerator": "cpu",

@@ -2,8 +2,8 @@
 
 A few hundred bytes of YAML can expand to billions of values (aliases of aliases), be nested deeper than Python's stack
 allows, or name classes. So this module first counts the parser's events, which takes time proportional to the length of
-the text, and refuses a text with more values than any real configuration. Errors of the YAML library are converted to
-errors of instep.
+the text, and refuses a text that is larger or deeper than any real configuration. Errors of the YAML library are
+converted to errors of instep.
 """
 
 from __future__ import annotations

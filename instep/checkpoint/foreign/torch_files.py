@@ -62,11 +62,14 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load_torch(file: BinaryIO, path: Path) -> Any:
-    """Read an open file of torch.save, without converting errors that a damaged file causes.
+    """Read an open file of torch.save. Except for the error below, errors that a damaged file causes are not converted.
 
     Args:
         file: open file, positioned at its beginning.
         path: path of the file, for messages.
+
+    Raises:
+        CheckpointError: the file cannot be read without running code.
     """
     try:
         _check(file)

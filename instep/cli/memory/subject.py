@@ -136,7 +136,10 @@ def json_arguments(field: str, text: str) -> dict[str, Any]:
 
 
 def _batch_of(inputs: Sequence[str]) -> Callable[[], Any]:
-    """Return a function that makes a batch: a tensor for `8x64`, a tuple for two such texts, a dict for `ids=8x64`."""
+    """Return a function that makes a batch from texts such as `8x64` and `8:int64`.
+
+    The batch is a tensor for one text, a tuple for several, and a dict if the texts have names, as in `ids=8x64:int64`.
+    """
     parsed = [_parse_input(text) for text in inputs]
     names = [name for name, _, _ in parsed]
     if any(names) != all(names):

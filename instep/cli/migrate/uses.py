@@ -645,7 +645,7 @@ class _Receivers(cst.CSTVisitor):
                 self.uses.dicts[text] = node.value
             if made:
                 self.uses.receivers[text] = made
-            elif isinstance(node.value, cst.Call):  # the variable holds an object of another package
+            elif isinstance(node.value, cst.Call):  # the variable now holds another object
                 self.uses.receivers.pop(text, None)
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:

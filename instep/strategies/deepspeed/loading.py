@@ -77,7 +77,7 @@ def quiet_imports() -> Iterator[None]:
 def build_folder() -> Path:
     """Return the folder in which torch builds C++ extensions."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    # Imported late, since this module searches for compilers.
+    # Imported late, since torch's module searches for compilers when it is imported.
     return Path(chosen or import_module("torch.utils.cpp_extension").get_default_build_root())
 
 
