@@ -307,7 +307,9 @@ def last_run(root: Path, files: Files) -> str | None:
 
 
 def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Lease | None:
-    """Return the lease with this number if this run holds it in this process; else wait until it has ended: None.
+    """Wait until the lease with this number has ended, and return None.
+
+    If this run holds the lease in this process, return the lease at once.
 
     Raises:
         FolderInUseError: another run holds the lease, and its process is alive.

@@ -219,7 +219,7 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the hyperparameters in `config.json`, and the argument's name if they are a single one; or ({}, None)."""
+    """Return the hyperparameters in `config.json`, and the name of the argument that takes them all, or None."""
     if not path.exists():
         return {}, None
     with reading(path, "is no configuration of a model"):
