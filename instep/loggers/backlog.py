@@ -156,7 +156,7 @@ class Backlog:
         """Number of records that were moved into the file of refused records."""
         self.place: int | None = None
         """Number of rows in the logger's file before the first waiting record; None if the logger counts no rows."""
-        self._next_row: int | None = None  # index of the row that the next record in memory will become
+        self._next_row: int | None = None  # row of the next record in memory, if other records wait in the file
         self.lost = 0
         """Number of records that were lost because neither the memory nor the disk had room for them."""
         self._memory: deque[Record] = deque()
@@ -185,7 +185,7 @@ class Backlog:
                 self.is_many.set()
 
     def peek(self, most: int) -> list[Record]:
-        """Return at most `most` records from the front of the queue, without removing them."""
+        """Return up to `most` first records without removing them; lines of the file without a record are left out."""
         with self._lock:
             self._gone = 0
             found: list[Record] = []

@@ -357,12 +357,12 @@ class Delivery:
             self.logged.update(dict.fromkeys(record.names(), record.step))
 
     def ask(self, function: Callable[[], Any], after_all: bool = True) -> Any:
-        """Run a function in the sender thread, and return its result; None if it could not run or has failed.
+        """Run a function in the sender thread, and return its result; None if it could not run or end in time.
 
         Args:
             function: function without arguments. The logger is opened first if it is closed.
-            after_all: whether to wait until all earlier records are sent. In this case an error of the function becomes
-                a warning.
+            after_all: whether to wait until all earlier records are sent. In this case an error of the function that is
+                no InstepError becomes a warning, and the result is None.
         """
         if not self.open() or self.sender is None:
             return None
@@ -503,7 +503,7 @@ class Delivery:
         return bool(why)
 
     def write(self, records: list[Record]) -> int:
-        """Call the hook for the first record, or for all metrics at the front of the queue together.
+        """Call the hooks for the first record, or for all rows of metrics at the front of the queue.
 
         Returns:
             The number of records that are done: written, or left out since the tracker has them.

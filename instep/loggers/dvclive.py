@@ -23,7 +23,7 @@ class DVCLiveLogger(Logger):
 
     Args:
         run_name: name of the DVC experiment; the same as `name`.
-        experiment: a `dvclive.Live` object to use; it is not changed or closed.
+        experiment: a `dvclive.Live` object, which is used as it is and left open.
         dir: folder to write into. None: `dvclive` in the run folder.
         resume: whether a new run, too, continues the files in `dir` instead of removing them.
         report: format of the report: "html", "md" or "notebook".

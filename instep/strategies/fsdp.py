@@ -360,7 +360,7 @@ class FSDPStrategy(Strategy):
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         reshard = self.reshard_after_forward
         if root and reshard is not False:
-            reshard = None  # the root module's forward is called again in the next step, so its weights stay gathered
+            reshard = None  # the root's weights stay gathered after its forward, which a step may call once more
         elif alone and reshard is None:
             # Reshard after the forward even for the last block: there may be no backward, as in a GAN.
             reshard = True

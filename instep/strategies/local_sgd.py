@@ -146,7 +146,7 @@ class PostLocalSGD:
         return map_leaves(lambda leaf: reduce(leaf) if isinstance(leaf, Tensor) and _differs(leaf) else leaf, tree)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the number of steps and, if weights differ between ranks, this rank's weights and optimizer states."""
+        """Return the number of steps and, after the warmup, this rank's weights and optimizer states."""
         if not self.apart:
             return {"steps": self.steps}
         return {

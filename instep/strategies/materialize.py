@@ -40,7 +40,7 @@ _INDICES = (torch.int32, torch.int64)
 
 
 def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
-    """Record where the values of a model's weights on the meta device are stored, so that they are read later.
+    """Record where the values of a model's weights and buffers on the meta device are stored, to read them later.
 
     A strategy reads the values when it prepares a module that contains the model. Each rank reads only its part.
 
@@ -72,7 +72,7 @@ def place_of(owner: nn.Module, key: str) -> Stored | None:
 
 
 def deferred_weights(model: nn.Module) -> dict[str, Stored]:
-    """Return the recorded stored tensors for all weights of a model that are on the meta device, by name."""
+    """Return, by name, the stored tensors that are recorded for weights and buffers on the meta device."""
     found = ((name, place_of(owner, key)) for name, owner, key, _ in _meta_entries(model))
     return {name: place for name, place in found if place is not None}
 
@@ -346,7 +346,7 @@ def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:
 
 
 def dispatched_weights(module: nn.Module) -> set[Tensor]:
-    """Return the weights and buffers that `instep.big_models.dispatch_model` has placed; they must not be moved.
+    """Return the weights and buffers of models with a device map, which must stay on their devices.
 
     Args:
         module: module that may contain models with a device map, from `dispatch_model` or from transformers.

@@ -203,7 +203,7 @@ class BeforeStep:
             group["foreach"] = None
 
     def _compare(self) -> None:
-        """Check at the first step that parameters that are not divided have equal gradients on all ranks."""
+        """Check once, at the first step, that the ranks' copies of undivided parameters have equal gradients."""
         unproven, self._unproven = self._unproven, {}
         known = {name: p for name, p in unproven.items() if p.grad is not None}
         differ: list[Tensor] = []

@@ -119,7 +119,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         precision: the precision of a Trainer, such as "bf16-mixed".
 
     Returns:
-        Operations per second; None if the device is not in the table.
+        Operations per second; None if the table has no number for the device and the precision.
 
     Example:
         >>> import torch
@@ -132,7 +132,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_of(name: str, dtype: str) -> float | None:
-    """Look up the peak floating-point operations per second of a device by its name; None if it is not in the table.
+    """Look up the peak floating-point operations per second of a device by its name; None if the table has none.
 
     Args:
         name: name of the device from its driver.

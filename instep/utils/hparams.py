@@ -233,7 +233,7 @@ class HyperParameters:
 
 
 def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, Any] | None:
-    """Return the arguments of all running `__init__` calls of an object; None if there is no such call."""
+    """Return the arguments of all running `__init__` calls of an object, outermost last; None if there is no call."""
     found: dict[str, Any] | None = None
     while frame is not None:
         code = frame.f_code

@@ -38,7 +38,7 @@ class Named:
 
 
 def is_code(value: Any) -> bool:
-    """Return True if a value is a class, a function, or another callable with a module and a qualified name."""
+    """Return True if a value is a class, a function, or another callable with a qualified name."""
     return isinstance(value, type) or (callable(value) and isinstance(getattr(value, "__qualname__", None), str))
 
 

@@ -86,7 +86,7 @@ def cut_part(parameter: Any) -> Partition:
 
 
 def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Partition]:
-    """Return the part of each parameter whose float32 weights and optimizer state this rank holds.
+    """Return, by parameter, the parts whose float32 weights and optimizer state this rank holds.
 
     Args:
         zero: DeepSpeed's wrapper of the optimizer.

@@ -226,7 +226,10 @@ class Cut:
         self._remove(module, parts, runs, ranks)
 
     def shared(self, module: nn.Module) -> list[tuple[nn.Parameter, list[int]]]:
-        """Return each parameter that several pipeline ranks have, with these ranks, in the same order on every rank."""
+        """Return this rank's parameters that other ranks of the pipeline have too, each with the ranks that have it.
+
+        The order is the same on all ranks.
+        """
         found = {
             self.first_names[name]: (parameter, self.homes[name])
             for name, parameter in ((clean_name(name), p) for name, p in module.named_parameters())
@@ -292,6 +295,8 @@ class Cut:
 
     def optimizer_loaded_here(self, tree: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
         """Return the part of an optimizer's whole state that this rank loads, by the names on this rank.
+
+        State under a name that is not in the module belongs to no stage; every rank loads it.
 
         Args:
             tree: the whole state, from a checkpoint.
