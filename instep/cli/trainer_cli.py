@@ -55,9 +55,9 @@ from instep.utils.warn import warn_user
 class SaveConfigCallback(Callback):
     """Callback that saves the configuration of a `TrainerCLI` as `config.yaml` in the run folder.
 
-    The file is written completely before the first step. A run that resumes with another configuration saves it as
-    `config-1.yaml`, `config-2.yaml` and so on, so nothing is overwritten. Without a run folder (no logger and no
-    checkpoints) the file goes into the Trainer's `default_root_dir`, as in Lightning.
+    The file appears only when it is complete, and before the first step. A run that resumes with another configuration
+    saves it as `config-1.yaml`, `config-2.yaml` and so on, so nothing is overwritten. Without a run folder (no logger
+    and no checkpoints) the file goes into the Trainer's `default_root_dir`, as in Lightning.
 
     Args:
         parser: parser that parsed the configuration.

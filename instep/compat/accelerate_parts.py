@@ -166,7 +166,7 @@ class _Order(Sequence[int]):
 
 
 class _Loader(AcceleratedLoader):
-    """A prepared loader that draws as many random numbers as torch's loader, so that dropout masks do not change."""
+    """A prepared loader that draws as many of the process's random numbers as torch's, so that dropout is the same."""
 
     attendance: Attendance
 
@@ -410,7 +410,10 @@ def _free(name: str, taken: Container[Any]) -> str:
 def find_executable_batch_size(
     function: Any = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[[], int] | None = None
 ) -> Any:
-    """Call a function again with nine tenths of the batch size each time that memory runs out."""
+    """Call a function again each time that memory runs out, with nine tenths of the batch size.
+
+    With `reduce_batch_size_fn`, the result of this function is the next batch size.
+    """
     smaller = reduce_batch_size_fn
     return ours.find_executable_batch_size(
         function, starting_batch_size, (lambda size: int(size * 0.9)) if smaller is None else lambda size: smaller()

@@ -109,7 +109,8 @@ def look_at_machine(folder: Path) -> list[tuple[str, float, str]]:
     """Measure the load of this machine now, and of the disk that holds a folder.
 
     Returns:
-        For processor, memory, disk and each GPU: a name, the used part from 0 to 1, and a text with both amounts.
+        For processor, memory, disk and each GPU, in this order: a name, the used part from 0 to 1, and a text with the
+        amounts, such as `3.0 GiB of 8.0 GiB`; for the disk, the text has the free amount.
     """
     psutil: Any = require("psutil", extra="dashboard", purpose="instep dashboard")
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(folder if folder.exists() else "/")

@@ -32,9 +32,9 @@ def notebook_launcher(
 ) -> list[Any]:
     """Run a function as several ranks from a notebook.
 
-    Make the Trainer or Accelerator inside the function, so that it knows its rank. With a single process, the function
-    runs in the notebook's own process. If the kernel is interrupted, the ranks get the interrupt, save and end. A rank
-    uses one CPU thread, since a fork does not inherit its parent's threads.
+    Make the Trainer or Accelerator inside the function, so that it knows its rank. With a single process and no
+    `settings`, the function runs in the notebook's own process. If the kernel is interrupted, the ranks get the
+    interrupt, save and end. A rank uses one CPU thread, since a fork does not inherit its parent's threads.
 
     Args:
         function: function that each rank runs.

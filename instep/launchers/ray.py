@@ -49,8 +49,8 @@ class RayLauncher:
         gpus_per_rank: number of GPUs that each rank reserves. None: 1 if the cluster has GPUs and INSTEP_ACCELERATOR is
             not "cpu", else 0.
         resources_per_rank: amounts of other resources that each rank reserves, by name.
-        placement: nodes on which ranks are placed: "PACK": few nodes, "STRICT_PACK": a single node, "SPREAD": many
-            nodes, "STRICT_SPREAD": a node for each rank.
+        placement: nodes on which ranks are placed: "PACK": as few nodes as possible, "STRICT_PACK": a single node,
+            "SPREAD": as many nodes as possible, "STRICT_SPREAD": a node for each rank.
         timeout_s: seconds to wait until the cluster has room for the ranks.
         runtime_env: what Ray sends to the nodes first, such as `{"working_dir": "."}`.
 

@@ -35,7 +35,8 @@ class BatchJob:
         nodes: number of nodes; each node runs one agent.
         gpus: number of GPUs on each node, which is also the number of ranks there if `nproc` is None.
         nproc: number of ranks on each node.
-        cpus: number of cores for each rank with its data loader's workers; None: what the cluster gives to a GPU, or 1.
+        cpus: number of cores for each rank with its data loader's workers; None: what the cluster gives to a GPU, or 1
+            without GPUs.
         options: further options of sbatch, such as `"--partition=long"`.
         launch: options of `instep launch`, such as `"--precision=bf16-mixed"`.
         setup: lines of shell that run first, on the first node, such as `"module load cuda"`.

@@ -132,7 +132,10 @@ class Profiler(ABC):
         self._log_dir = None if log_dir is None else Path(log_dir)
 
     def describe(self) -> None:
-        """Write the report into the folder, if there is one; without a `filename`, the main process also prints it."""
+        """Write the report into the folder, if there is one.
+
+        The main process also prints it, unless there are both a folder and a `filename`.
+        """
         text = self.summary()
         folder = self._folder
         path = None if folder is None else folder / self._prepare_filename()

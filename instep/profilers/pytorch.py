@@ -264,7 +264,7 @@ class PyTorchProfiler(Profiler):
         """End a run; after this, nothing is recorded or labeled.
 
         Raises:
-            Exception: the first error that writing a trace raised.
+            Exception: the first error of writing a recording, or of `on_trace_ready`.
         """
         self._close()
         self._module, self._expected = None, lambda _: math.inf

@@ -115,7 +115,7 @@ def _draw(plot: ui.echart, options: dict[str, Any]) -> None:
 
 
 class Curves(SweepPanel):
-    """Panel with curves of the chosen runs: a line per run, or a band per group of runs that differ only in a seed."""
+    """Panel with curves of the chosen runs: a line per run, or bands over a hyperparameter such as the seed."""
 
     def build(self) -> None:
         self._kept: dict[Path, tuple[Any, dict[str, Curve]]] = {}

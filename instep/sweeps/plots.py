@@ -20,7 +20,7 @@ _SCALE = ["#2e9e6b", "#c9a227", "#8a63d2"]  # colors, from the color of the best
 _MOST_AXES = 9
 _MISSING = "-"  # text that ECharts takes for a missing value
 _FEW = 8
-_DECADES = 30.0  # the axis of positive numbers is logarithmic if the largest is this many times the smallest
+_DECADES = 30.0  # positive numbers get a logarithmic axis if the largest is at least this many times the smallest
 
 
 def parallel(entries: Sequence[Entry], params: Sequence[str], metric: Metric) -> dict[str, Any]:

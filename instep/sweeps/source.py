@@ -89,7 +89,7 @@ class Sweep:
         """Make the table of runs that a user asked for.
 
         Raises:
-            UsageError: the condition has the name of a hyperparameter or metric that no run has.
+            UsageError: the condition cannot be parsed, or names a hyperparameter or metric that no run has.
         """
         entries = [entry for entry in self.entries() if wish.archived or not entry.run.label.archived]
         names = dict.fromkeys(name for entry in entries for name in entry.ends if name not in ("epoch", "hp_metric"))

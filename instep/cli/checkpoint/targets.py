@@ -60,7 +60,7 @@ def find(path: str) -> list[Folder]:
 
 
 def candidates(path: str) -> list[CheckpointInfo | Broken]:
-    """Return the checkpoints in the one folder that a path means, the newest first.
+    """Return the checkpoints that a path means, all of them in one folder, the newest first.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.

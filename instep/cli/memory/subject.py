@@ -93,7 +93,7 @@ def import_path(path: str) -> Any:
     """Import the object at a path such as package.module:Class or train.py:Class.
 
     Raises:
-        SettingError: the module cannot be imported, or does not have the name.
+        SettingError: the text is not such a path, the module cannot be imported, or it does not have the name.
     """
     module, colon, name = path.partition(":")
     if not colon:
@@ -188,7 +188,10 @@ def training_loader(made: Any) -> Any:
 
 
 def _batch_from(data: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return a function that makes a batch with the shapes of the first batch of the data at an import path."""
+    """Return a function that makes a batch with the shapes of the first batch of the data at an import path.
+
+    The path names a DataModule class, or a function that returns batches or one batch (a tensor, tuple or dict).
+    """
     made = training_loader(import_path(data)(**arguments))
     first = next(iter(made)) if isinstance(made, Iterable) and not isinstance(made, Tensor | Mapping | tuple) else made
 
