@@ -131,7 +131,10 @@ class _Read:
 
 
 class _Work:
-    """Work of the thread: reading a block. It does not refer to the `Prefetcher`, which can thus be deleted."""
+    """Work of the thread: reading a block. It does not refer to the `Prefetcher`, so that this can be deleted.
+
+    The deletion of the `Prefetcher` stops the thread.
+    """
 
     def __init__(self, weights: WeightsMap, blocks: list[tuple[str, ...]], devices: list[torch.device]) -> None:
         self.weights, self.blocks, self.devices = weights, blocks, devices

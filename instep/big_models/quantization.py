@@ -64,7 +64,7 @@ class BnbQuantizationConfig:
             bits.
         skip_modules: modules that are not quantized, including all their submodules; given by full names, or by the
             last parts of names. None: the output layer, and modules with tied weights.
-        keep_in_fp32_modules: names of modules that are not quantized, and whose weights are float32.
+        keep_in_fp32_modules: modules, given as in `skip_modules`, that are not quantized and whose weights are float32.
 
     Raises:
         SettingError: a value is wrong, or not exactly one of `load_in_8bit` and `load_in_4bit` is True.

@@ -275,7 +275,8 @@ def decode(json_tree: Any, tensors: Mapping[str, Tensor] | Mapping[str, StoredTe
 
     Raises:
         CorruptCheckpointError: the tree or the tensors are not a result of `encode`.
-        CheckpointError: the state needs an enum class, an enum member or a device that this process does not have.
+        CheckpointError: the state has an enum member whose class or name does not exist here, or a torch.Generator of a
+            device that this process does not have.
 
     Example:
         >>> decode({"$": "tuple", "v": [1, None]}, {})

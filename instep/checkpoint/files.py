@@ -1,4 +1,6 @@
-"""The file operations of a checkpoint store: they compute checksums while they write. Failed reads are tried again.
+"""The file operations of a checkpoint store: they compute checksums while they write.
+
+`patiently` repeats a read after an error that may be temporary.
 
 `Files.trace` is called before each operation, so that tests can record the operation, raise an error in its place, or
 kill the process.

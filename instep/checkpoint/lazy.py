@@ -287,7 +287,7 @@ class LazyTensor:
             box: a slice with start and stop for each dimension. None: the whole tensor.
 
         Raises:
-            CorruptCheckpointError: the parts do not cover the tensor or the box.
+            CorruptCheckpointError: the parts do not cover the whole tensor, or a file is damaged.
         """
         shape = self.parts[0].shape
         box = tuple(slice(0, size) for size in shape) if box is None else box

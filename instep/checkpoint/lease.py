@@ -122,7 +122,8 @@ class Lease:
         """Check that the lease is still valid; call it right before a commit or a deletion, on any thread.
 
         Raises:
-            LeaseLostError: another run has taken the folder, so this run may not write into it.
+            LeaseLostError: the folder was taken over, or the folder or the lease file is gone, so that nothing may be
+                written there.
             CheckpointError: the lease could not be read.
         """
         try:
@@ -312,7 +313,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
     If this run holds the lease in this process, return the lease at once.
 
     Raises:
-        FolderInUseError: another run holds the lease, and its process is alive.
+        FolderInUseError: the holder is alive: another process, or another run in this process.
     """
     first = _read(root, number, files)
     if first is None or first.get("released"):

@@ -16,7 +16,7 @@ from instep.checkpoint.edge import list_of, text
 if TYPE_CHECKING:
     from instep.checkpoint.manifest import Manifest
 
-_LEADS_NOWHERE = ("weights", "exception")  # kinds of checkpoints from which "auto" and "last" do not resume
+_LEADS_NOWHERE = ("weights", "exception")  # kinds from which `fit` does not resume by "auto" or "last"
 _MOST = 256  # limit for the number of entries in `resumed_from`
 
 

@@ -11,7 +11,7 @@ from instep.errors import CheckpointError, SettingError
 
 MANIFEST = "manifest.json"
 SAVING = ".saving-"  # prefix of a folder that is being written; the folder's name ends with the writing process's id
-DELETING = ".deleting-"  # prefix of a deleted checkpoint whose files are being removed
+DELETING = ".deleting-"  # prefix of a deleted checkpoint whose files are not all removed yet
 _NUMBERED = re.compile(r"(?P<base>.+)-(?P<attempt>\d+)", re.DOTALL)
 _STEP = re.compile(r"step-(?P<step>\d+)")
 _MAX_BYTES = 150  # limit for a name; file systems allow 255 bytes, but a prefix and the process's name are added

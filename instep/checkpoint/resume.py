@@ -132,7 +132,7 @@ class ResumeReport:
 
     @property
     def complete(self) -> bool:
-        """Whether all requested parts were loaded completely."""
+        """Whether all parts of the checkpoint were requested and loaded, and nothing was left out."""
         left = (*self.missing, *self.unexpected, *self.other_shape, *self.left_out)
         return not left and set(self.parts) == {"weights", *_SWITCHES}
 
@@ -223,8 +223,8 @@ class LeftOutWeights:
         """Return the names of the weights that are not saved, with digests of their values. Collective.
 
         The digests do not depend on how the weights are sharded. The digest of a frozen weight is computed once, at the
-        first save. A trained weight that the filter excludes gets a new digest at each save; resuming is then an error,
-        since the resumed run would begin with other values.
+        first save. A trained weight or a buffer that the filter excludes gets a new digest at each save. If its values
+        have changed, resuming is refused, since the resumed run would begin with other values.
 
         Args:
             module: module with its parameters as they are trained.

@@ -36,7 +36,9 @@ class Saved:
 
 
 class Retention(ABC):
-    """Base class of policies that decide which checkpoints to keep. To write your own, override `kept`.
+    """Base class of policies that decide which checkpoints to keep.
+
+    To write your own, override `kept` in a frozen dataclass.
 
     Example:
         >>> saved = [Saved("a", 10, 0.3), Saved("b", 20, 0.1), Saved("c", 30, 0.2), Saved("d", 40, 0.4)]

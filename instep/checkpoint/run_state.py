@@ -245,7 +245,7 @@ def load_model_state(
     """Load a state dict whose names have no wrappers into a module that may have wrappers, such as a compiled one.
 
     Args:
-        load: function that loads a state dict with the module's own names; its second argument is `strict`.
+        load: function that loads a state dict with the module's own names; it also gets the keyword argument `strict`.
         shapes: shapes in the module's state dict, by the module's own names.
         state: state dict to load, with names without wrappers.
         strict: whether names and shapes must fit exactly; False: load what fits.

@@ -102,7 +102,7 @@ class RunSaver(ABC):
         Args:
             folder: folder to save in. None: the folder where this run saves by default.
             name: name of the checkpoint's folder, without "-<attempt>". None: `step-<8 digits>`.
-            weights_only: whether to save only the weights, without the state that a resumed run needs.
+            weights_only: whether to leave out everything that only a resumed run needs, such as the optimizers' states.
             background: whether to copy the state now, and to write it in the background. Only one such save runs at a
                 time; the next one waits for it.
             keep: policy that decides which older checkpoints are deleted after the new one has been verified. None: no

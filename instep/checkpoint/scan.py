@@ -123,8 +123,8 @@ def folder_names(root: Path) -> list[str]:
 def list_checkpoints(*roots: Path) -> list[CheckpointInfo | Broken]:
     """Return the checkpoints in some folders, intact and broken, the last saved first.
 
-    A broken checkpoint is placed by the step and attempt in its name, before all checkpoints with a lower step or
-    attempt. If its name has no step, it comes first, since it may be the newest.
+    A broken checkpoint is placed by the step and attempt in its name, before all checkpoints with a lower step, and
+    those with the same step and a lower attempt. If its name has no step, it comes first, since it may be the newest.
     """
     found = [pair for root in roots for pair in _ordered(root)]
     return [what for _, what in sorted(found, key=lambda pair: pair[0], reverse=True)]
@@ -260,7 +260,7 @@ def find_checkpoint(path: Location) -> Path:
 
     Args:
         path: path such as "runs/best-2"; or "runs/best" for the folder "runs/best-<attempt>" with the highest number.
-            If there are such folders of different steps, with scores, the best one of the run that saved last is
+            If there are such folders of different steps, ranked by a metric, the best one of the run that saved last is
             returned. A ".ckpt" at the end is ignored, for Lightning's users: "runs/last.ckpt" is the newest checkpoint
             in "runs" if no checkpoint has that name.
 

@@ -226,7 +226,7 @@ class CheckpointStore:
 
         Args:
             keyword: "last": the checkpoint that was saved last. "best": the one with the best score in its manifest;
-                nan is never the best. "auto": like "last", but None if there is no checkpoint.
+                nan is never the best. "auto": like "last", but None if there is no checkpoint to resume from.
             kind: kind of the checkpoint: "full" or "weights". None: any kind, but only "full" for "auto".
             monitor: metric for "best"; needed only if the checkpoints have scores of several metrics.
             mode: "min" or "max" for "best"; needed only if the checkpoints have scores of both modes.
@@ -437,7 +437,10 @@ class CheckpointStore:
             raise
 
     def _next_serial(self, line: Line) -> int:
-        """Return a serial number higher than those of all saves of the run and of the folder."""
+        """Return a serial number higher than those of all saves of the run and of the folder.
+
+        If this run holds the lease, the folder is scanned only at the first save.
+        """
         known = None if self.lease is None else self.lease.serial
         if known is None:
             # The number of a checkpoint that was copied from another folder counts too.

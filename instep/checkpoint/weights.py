@@ -94,11 +94,11 @@ def stored_weights(path: Path, which: str | None = None) -> Mapping[str, StoredT
     """Open the weights that `load_weights` would read; each tensor is read from its file only when needed.
 
     Args:
-        path: path as in `load_weights`, but a `Path`. A file of torch.save is read completely.
+        path: path as in `load_weights`, but a `Path`. Files of torch.save and folders of DeepSpeed are read completely.
         which: set of weights: "live" (trained) or "averaged". None: the set in `model.safetensors`.
 
     Returns:
-        `StoredTensor` objects by name; tensors if the file was read completely.
+        `StoredTensor` objects by name; tensors if they were read completely.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or no weights in it.

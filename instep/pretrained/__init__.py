@@ -219,7 +219,10 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the hyperparameters in `config.json`, and the name of the argument that takes them all, or None."""
+    """Return the hyperparameters in `config.json`, and the name of the argument that takes them all, or None.
+
+    If the file does not exist, return ({}, None).
+    """
     if not path.exists():
         return {}, None
     with reading(path, "is no configuration of a model"):

@@ -98,14 +98,18 @@ class Entry:
 
     @property
     def outcome(self) -> str:
-        """State under which the run is counted: if it finished but a metric is nan, "ended nan", else its state."""
+        """State under which the run is counted: its state, or "ended nan" if it finished and a metric is nan.
+
+        If the last value of the metric is infinite, the text is "ended inf" or "ended -inf".
+        """
         state = self.run.status.state
         return f"ended {self.ends[self.bad].last:g}" if self.bad and state == "finished" else state
 
     @property
     def why(self) -> str:
-        """Why the run ended, in one line that ends with the rank if one is named; "" for a run that finished.
+        """Why the run ended, in one line that ends with the rank if one is named; "" if a limit was reached.
 
+        A limit is `max_epochs`, `max_steps`, `max_samples` or `max_tokens`. Other reasons of a finished run are named.
         If a metric's last value is nan or infinite, the reason names the metric and the first step with such a value.
         """
         status = self.run.status

@@ -71,7 +71,7 @@ def remove(folder: Path) -> Path:
         Path of the run in the trash.
 
     Raises:
-        UsageError: the run may not be removed (see `check_removable`), or another user owns the folder of the trash.
+        UsageError: the run may not be removed (see `check_removable`), or the trash is not a real folder of this user.
         FolderInUseError: a running program uses the checkpoints of the run.
         OSError: the folder cannot be moved.
     """
