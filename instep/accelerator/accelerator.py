@@ -86,7 +86,7 @@ class Accelerator(ProcessMethods):
             environment variables INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS, else "auto".
         parallelism_config: sizes of the process mesh, in place of `strategy`.
         compile: "module": compile each model in `prepare`; an `instep.compile.CompileConfig`, or a dict of its fields,
-            also compiles repeated blocks alone, or with other options.
+            can also compile only the repeated blocks, or compile with other options.
         dynamo_backend: compile each model in `prepare`, by this backend of torch.compile.
         dynamo_plugin: like `dynamo_backend`, with more options.
         log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger` or `GeneralTracker`, or a list
@@ -896,8 +896,8 @@ class Accelerator(ProcessMethods):
         next `clear_device_cache()` returns it to other programs.
 
         Args:
-            objects: objects to release, whose variables get None: `model, optimizer = accelerator.free_memory(model,
-                optimizer)`.
+            objects: objects whose variables get the returned None: `model, optimizer = accelerator.free_memory(model,
+                optimizer)`. All prepared objects are released, not only these.
 
         Returns:
             One None for each object.

@@ -145,8 +145,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         bucket_cap_mb: size of a gradient bucket in MiB; None means torch's default (25, and a smaller first bucket).
         find_unused_parameters: whether to search in each step for parameters that were not used.
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy.
-        static_graph: whether every step uses the same parameters in the same way. DDP relies on it and does not check
-            it.
+        static_graph: whether every step uses the same parameters in the same way. DDP relies on it.
         comm_hook: compression of gradients for the communication: "fp16", "bf16", "power_sgd", or a
             `DDPCommunicationHookType`.
         comm_wrapper: "fp16" or "bf16": dtype to which gradients are rounded before PowerSGD.

@@ -132,7 +132,8 @@ class AcceleratedLoader:
             self._restored = None
         self._next_epoch = epoch
         if self._pass is None:
-            self.source.set_epoch(epoch)  # the source calls `set_epoch` of the user's samplers and data sets
+            # the source calls `set_epoch` of the user's samplers and data sets at once, not when the pass begins
+            self.source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return self.passes_from(None)
@@ -274,7 +275,7 @@ class AcceleratedLoader:
 
     @property
     def most_kept(self) -> int:
-        """Largest number of batches that a pass keeps or records before the script has used one of them."""
+        """Largest number of batches that a pass keeps, since the script may skip them; see `most_kept`."""
         return most_kept(self._gradient.num_steps, self._held)
 
     # ---- checkpoints

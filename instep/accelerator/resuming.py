@@ -83,7 +83,7 @@ class RestoredPlace:
 
 
 class Uses:
-    """Reports each use of a batch (forward, backward, step) to the passes whose batches were not used yet.
+    """Reports the use of batches, by a forward or backward, to the passes that wait for their first use.
 
     Args:
         models: function that returns the prepared models with their wrappers, as the script calls them.
@@ -126,7 +126,10 @@ class Uses:
             active.opening.evaluates = True
 
     def forget_beginnings(self) -> None:
-        """Drop restored positions that are the beginning of an epoch, in loaders without a running pass."""
+        """Drop restored positions that are the beginning of an epoch, in loaders without a running pass.
+
+        Called at the first use of a batch after `load_state`, since the training has then begun.
+        """
         for loader in self._loaders():
             loader.forget_beginning()
 
@@ -436,7 +439,9 @@ def _ignore(module: nn.Module, args: Any) -> None:
 
 
 def most_kept(num_steps: int, held: int) -> int:
-    """Return the largest number of batches that a pass keeps or records before the script has used one of them.
+    """Return the largest number of batches that a resumed pass keeps, since the script may skip the finished ones.
+
+    A pass without a restored position records so many batches at most, until the script uses one of them.
 
     Args:
         num_steps: number of batches in an accumulation window.

@@ -293,7 +293,7 @@ class Trackers:
 
         Args:
             name: name as in `log_with`; for a `Logger` object its kind ("csv") or the name of its class. The second
-                logger of one kind has "-2" at the end.
+                logger of one kind has "-2" at the end, the third "-3", and so on.
             unwrap: whether to return the writer, such as TensorBoard's. On ranks other than the main one it is an
                 object whose methods do nothing.
         """

@@ -137,9 +137,9 @@ class Window:
     def _look(self) -> bool:
         """Find the running loader that is trained on. Return True if a running loader has a new batch.
 
-        The loader that is trained on stays the same as long as it yields batches. After that, it is the outermost
-        loader with a new batch. So a batch of other data that is read inside the loop does not begin an accumulation
-        window.
+        The loader that is trained on stays the same if it has a new batch, or if no running loader has one. Otherwise
+        it is the outermost loader with a new batch. So a batch of other data that is read inside the loop does not
+        begin an accumulation window.
         """
         if not self.running:
             self.loader = None

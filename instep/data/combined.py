@@ -154,7 +154,7 @@ class CombinedLoader(BatchSource):
     def limits(self) -> list[int | float] | None:
         """Largest number of batches from each loader, in order; None for no limits.
 
-        It can be set to a number or a list.
+        It can be set to one number for all loaders, a list with one number for each loader, or None.
         """
         return None if self._limits is None else list(self._limits)
 

@@ -62,8 +62,8 @@ def prepare_loader(
         world_size: number of these ranks.
         seed: seed of shuffling and workers, the same on all ranks. If the loader or its sampler has a generator, the
             generator's seed is mixed in.
-        shuffle_allowed: whether shuffling is allowed. If False, a shuffled loader is read in sequence, and a loader
-            with another sampler repeats the order of its first epoch.
+        shuffle_allowed: whether shuffling is allowed. If False, a shuffled loader is read in sequence, and every other
+            loader repeats the order of its first epoch.
         use_distributed_sampler: whether to divide the loader; with False every rank iterates it as it is.
         seed_samples: whether to seed random augmentation by (seed, epoch, sample index), independently of world size
             and workers.

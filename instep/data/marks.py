@@ -28,7 +28,7 @@ def mark_of(batch: Any) -> int:
 
 
 def marks_of_ends(dataset: Any) -> tuple[int, ...]:
-    """Hash the first and the last sample of data whose samples have no random transforms; return () for other data."""
+    """Hash the first and last sample of data that can be read without its transforms; return () for other data."""
     if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format"):
         dataset = dataset.with_format(None)  # transforms of Hugging Face data sets may be random
     elif type(dataset) not in (list, tuple, TensorDataset, torch.Tensor):

@@ -141,7 +141,10 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
 
 
 def _unpicklable(loader: Any, error: Exception) -> DataError | None:
-    """Return the error for a part of a loader that cannot be pickled for workers; None if there is no such part."""
+    """Return the error for a part of a loader that cannot be pickled for workers.
+
+    Return None if all parts can be pickled, or if workers are forked.
+    """
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing
     method = context.get_start_method()
     if method == "fork":

@@ -345,7 +345,7 @@ class Watchdog:
         os._exit(EXIT_HUNG)
 
     def _first(self) -> bool:
-        """Return True if this rank writes the report of its node: it is the first rank that has noticed the hang."""
+        """Return True if this rank writes the report of its node: the lowest rank that has written its own part."""
         return next(beat.local_rank for beat in self._beats.read() if beat.said) == self._slot
 
     def _write(self, records: list[dict[str, Any]]) -> None:

@@ -304,7 +304,8 @@ def able_to_compute(metric: Any, shapes: Mapping[str, Any], of_this_rank: bool =
     Args:
         metric: a metric object.
         shapes: results of `list_shapes` (dtype and shape) on ranks whose list states are not empty, by their keys.
-        of_this_rank: compute from this rank's counts, since the other ranks do not compute: they would be waited for.
+        of_this_rank: whether to compute from this rank's counts alone, as when the other ranks do not compute:
+            torchmetrics would wait for them.
     """
     changed: list[tuple[Any, str, Any]] = []
 

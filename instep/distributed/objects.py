@@ -65,7 +65,7 @@ def wait_for_everyone(name: str | None = None, timeout_s: float | None = None) -
 
     Args:
         name: name of the wait. All processes must pass the same name, or none.
-        timeout_s: seconds to wait, at most the process group's time-out. None means a few seconds less than this
+        timeout_s: seconds to wait, at most the process group's time-out. None means up to 5 seconds less than this
             time-out.
 
     Raises:

@@ -47,8 +47,9 @@ class RankGroup:
         """Destroy the process group that `apart` created.
 
         Args:
-            abort: whether to end pending operations in the group, in any thread, by an error. After `close`, every
-                method that sends messages raises an error.
+            abort: whether to end pending operations in the group, in any thread, by an error. In any case, every method
+                that sends messages raises an error after `close`: over another group, the other ranks would take its
+                message for an answer to something else.
         """
         if self._group is not None and not self._given_up:
             self._given_up = True
@@ -70,7 +71,7 @@ class RankGroup:
         return exchange(value, self._messages())
 
     def fail_together(self, error: BaseException | None, doing: str) -> None:
-        """If any rank has an error, raise it on this rank, and RemoteError on the other ranks. Collective."""
+        """Raise on every rank if any rank has an error: its own error there, RemoteError on the others. Collective."""
         share_error(error, doing, self._messages())
 
     def together(self, doing: str) -> Together:

@@ -39,8 +39,8 @@ def compare_replicas(tensors: Mapping[str, Tensor]) -> list[ReplicaDifference]:
     """Compare tensors by hash between the ranks that hold them. Collective.
 
     Each rank passes its tensors, in any order; names that only one rank has are not compared. For a DTensor, ranks with
-    the same shard are compared. First, ranks send one hash for all tensors with the same shard
-    position; hashes of single tensors are sent only if these differ.
+    the same shard are compared. First, ranks send one hash for all tensors with the same shard position; hashes of
+    single tensors are sent only if these differ.
 
     Args:
         tensors: tensors by name, on any device; lazy and meta tensors are left out.

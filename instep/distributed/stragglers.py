@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PERIOD_S = 0.5
 SAMPLES = 60
-"""Number of samples in one measurement; the fraction of time for each activity is then known to about 0.06."""
+"""Least number of samples in one measurement; the fraction of time for each activity is then known to about 0.06."""
 APART = 0.25
 """A straggler is a rank that works longer than the median rank, by more than this fraction of a step's time."""
 
@@ -149,7 +149,7 @@ class PaceWatch:
             turn += 1
 
     def _measure(self) -> Pace | None:
-        """Measure this rank's step times over the next 60 samples of training; return None after `close`."""
+        """Measure this rank's step times over at least `SAMPLES` samples of training; return None after `close`."""
         seen = {"wait": 0, "data": 0, "work": 0}
         steps, seconds, turn = 0, 0.0, -1
         step, at = self._numbers[STEP], time.monotonic()

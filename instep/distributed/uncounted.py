@@ -37,7 +37,10 @@ def doubt_of_size(data: Any, batch_size: int | None = None) -> str:
 
 
 def _list_of_samples(data: Any, length: int | None) -> Sequence[Any] | None:
-    """Return a list that may have one entry per sample (dicts, unequal tensors, or `length` entries), or None."""
+    """Return a list that may have one entry per sample; None if there is no such list.
+
+    Such a list has dicts, entries whose tensors have different lengths, or `length` entries.
+    """
     if isinstance(data, Mapping):
         parts: Iterable[Any] = data.values()
     elif isinstance(data, (list, tuple)) and data:

@@ -37,7 +37,7 @@ AT_ONCE = 16  # number of shards that are inspected or counted at the same time
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of records, with its size and the time of its last change.
+    """A file of records, with its format, its size, and a text that changes when the file changes.
 
     Attributes:
         url: path or URL of the file, as the user wrote it.
