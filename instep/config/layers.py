@@ -30,7 +30,7 @@ class Launch:
 
     Args:
         settings: the settings with their final values.
-        sources: source of each setting; a setting with its default value is not in it.
+        sources: source of each setting; a setting that no source has set is not in it.
         file: path of the config file; None if none is used.
     """
 

@@ -150,7 +150,7 @@ def connect(settings: Settings) -> PartialState:
 def device_of(settings: Settings, process: PartialState, environment: ProcessEnvironment) -> torch.device:
     """Make this process's device the current one, and return it.
 
-    Without a launcher, `devices=[1]` means the second device of this machine.
+    Without a launcher, `devices=[1]` means the second device that this process sees.
     """
     if isinstance(settings.devices, tuple) and environment.launcher == "none":
         device = torch.device(process.device.type, settings.devices[0])

@@ -131,7 +131,10 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _where(frames: list[FrameType], ctx: RunContext) -> str:
-    """Describe the hook, backward or optimizer step that raised the error, and its batch."""
+    """Describe the hook, backward or optimizer step that raised the error, and its batch if it has one.
+
+    Return "" if none of them raised it.
+    """
     owners = (ctx.module, ctx.datamodule, *ctx.callbacks)
     hook = next((frame for frame in reversed(frames) if _is_hook(frame, owners)), None)
     if hook is not None:

@@ -149,7 +149,10 @@ class Loaders:
         self._users: dict[str, Any] = {}
 
     def raw(self, stage: str) -> Any:
-        """Return the user's loaders as they are, not prepared; request them only if they were not requested before."""
+        """Return the user's loaders as they are, not prepared.
+
+        If the run has not requested them yet, request them for this call only.
+        """
         users = self._users.get(stage)
         return self._ask(stage) if users is None else users
 

@@ -105,7 +105,7 @@ class ScalarTransfer:
 class Options(NamedTuple):
     """Arguments of a `self.log` call, without name, value and batch size.
 
-    They must be the same in all calls for a name.
+    They must be the same in all calls for a name in one hook.
     """
 
     prog_bar: bool = False
@@ -820,9 +820,9 @@ class MetricLog:
         return result
 
     def _loaders_of(self, accumulator: Accumulator) -> frozenset[int] | None:
-        """Return the indices of the loaders that a value belongs to.
+        """Return the indices of the loaders with whose batches a value was logged.
 
-        Return None if the value belongs to all loaders, or if its name includes the loader's index.
+        Return None if it was logged outside of loaders, or if names include the loader's index.
         """
         if accumulator.options.add_dataloader_idx:
             return None

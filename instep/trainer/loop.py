@@ -251,7 +251,7 @@ def check_saving(ctx: RunContext) -> None:
 
 
 def is_finished(ctx: RunContext) -> bool:
-    """Return True if training is over: its limits are reached, or the run is stopping."""
+    """Return True if training is over: one of its limits is reached, or the run is stopping."""
     at, s = ctx.position, ctx.settings
     if s.train_limit == 0 or (s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs):
         return True
@@ -429,9 +429,9 @@ def settle(ctx: RunContext) -> None:
 
 
 def hand_over_metrics(ctx: RunContext) -> None:
-    """Start to send the loggers all values that were logged since this function was last called.
+    """Start to copy values logged since the last call to the host; send step values that have arrived to the loggers.
 
-    Step values are sent only at every `log_every_n_steps`-th step, and only once for this step.
+    Step values are copied only at every `log_every_n_steps`-th step, and only once for this step.
     """
     step, every = ctx.position.global_step, ctx.settings.log_every_n_steps
     due = bool(every) and step % every == 0 and step != ctx.counts.handed_over

@@ -40,7 +40,7 @@ class Metrics:
         self._of_validation: dict[str, bool] = {}
         """Names that validation has logged -> whether an epoch value of training has replaced validation's value."""
         self.warned: set[str] = set()
-        """Callbacks, schedulers and hooks that this run has warned about, by description; each is warned about once."""
+        """Callbacks and schedulers that this run has warned about, and hooks that it has checked; one warning each."""
 
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
         """Send step values to the loggers, with the epoch beside them."""

@@ -82,7 +82,7 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 def _refuse_turns(result: Any, several: bool) -> None:
     """Raise HookError if an optimizer has a `frequency`, by which several optimizers took turns in Lightning 1.
 
-    With a single optimizer, only warn.
+    With a single optimizer, or in manual optimization, only warn.
     """
     items = [result] if isinstance(result, Mapping | Optimizer) else result
     if all(not isinstance(item, Mapping) or item.get("frequency") is None for item in items):

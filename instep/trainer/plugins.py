@@ -57,7 +57,8 @@ def check_data(datamodule: Any, loaders: Any, val_loaders: Any = None) -> tuple[
     """Return the datamodule and the loaders. A DataModule may be passed in the place of loaders.
 
     Raises:
-        UsageError: loaders and a datamodule were passed, or the datamodule is not a DataModule.
+        UsageError: a datamodule was passed together with loaders or with another datamodule; the datamodule is not a
+            DataModule; or a class was passed in place of an object.
     """
     for name, value in (("datamodule", datamodule), ("the data", loaders), ("val_dataloaders", val_loaders)):
         if isinstance(value, type):

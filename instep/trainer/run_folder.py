@@ -155,7 +155,7 @@ class RunFolder:
             return self._resolve_regular(ctx, ckpt_path, False)
         kind = None if ctx.fn != "fit" or (ctx.asked is not None and ctx.asked.weights_only) else "full"
         found = None
-        # if these folders have no checkpoint, the search below, in the regular folder, finds one or raises an error
+        # if these folders have no checkpoint, the result is that of the search below, in the regular folder
         with suppress(CheckpointNotFoundError, CorruptCheckpointError):
             found = checkpoint.CheckpointStore(apart[0]).resolve(
                 "last", kind=kind, line=own_line(ctx.trainer), also=apart[1:]
@@ -169,8 +169,8 @@ class RunFolder:
         if regular is None or found is None:
             return regular or found
         both = regular, found
-        # The serial numbers of runs in two folders cannot be compared. Prefer the checkpoint whose run was the last to
-        # save into its folder.
+        # The serial numbers of runs in two folders cannot be compared. Prefer the checkpoint whose run was the last,
+        # before this one, to hold the lease of its folder.
         held = [checkpoint.CheckpointStore(reader.path.parent).last_run() for reader in both]
         return max(both, key=lambda reader: (reader.manifest.run_id in held, reader.manifest.order))
 
@@ -401,7 +401,8 @@ class RunFolder:
     def write_running(self, ctx: RunContext) -> None:
         """Write the status "running" into `status.json`, in place of an earlier run's status.
 
-        A normal end replaces this status, so a status that stays "running" means that the run was killed. Collective.
+        The end of the run replaces this status, also after an error. So a status that stays "running" means that the
+        run was killed. Collective.
         """
         if self.path is not None:
             self._facts = _facts_of(ctx)

@@ -367,7 +367,7 @@ def _has_state(item: Any) -> bool:
     """Return True if an object has a state that changes in training and is saved nowhere else."""
     if isinstance(item, LRScheduler):
         return True
-    # modules are saved with the weights, and loaders and other iterables with the data
+    # modules are saved with the weights, and loaders, which are iterable, with the data
     saved_elsewhere = isinstance(item, (nn.Module, type)) or hasattr(item, "__iter__")
     ours = any(base.__module__.partition(".")[0] == "instep" for base in type.mro(type(item)))
     return not saved_elsewhere and not ours and isinstance(item, Stateful)

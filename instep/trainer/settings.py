@@ -296,7 +296,7 @@ _FIXED = frozenset(
     }
 )  # fmt: skip
 ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", "logger", "callbacks", "profiler"}
-"""Arguments of the Trainer that a script can change later by `trainer.<name> = ...`."""
+"""Arguments of the Trainer for which `trainer.<name> = ...` calls `change`, which refuses those in `_FIXED`."""
 
 
 def no_attribute(name: str) -> AttributeError:

@@ -879,7 +879,7 @@ class Trainer:
     sanity_checking: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "sanity_check")
     """True while the validation before the first epoch runs."""
     training: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "train")
-    """True while a training epoch runs, except during its validations."""
+    """True while `fit` runs, except during the sanity check and validations."""
     validating: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "validate")
     """True while a validation runs, except the one before the first epoch."""
     testing: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "test")

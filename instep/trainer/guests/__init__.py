@@ -1,8 +1,8 @@
 """Guests of the training step: features, such as the check for nan, that change the step of a run.
 
-The step is made at the start of each epoch, and again when the batch size grows. It is made of parts (`StepParts`), and
-the guests, one after the other, may replace some of these parts by other functions. A run without guests has no extra
-cost.
+The step is made at the start of each epoch, and again when the batch size grows. It is made of parts (`StepParts`),
+which guests may replace by other functions: first the `take` of all guests is called, then `forward_backward`, then
+`finish`. Each guest gets the parts as the guests before it have left them. A run without guests has no extra cost.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class NonFiniteGuard(StepGuest):
             self._known[id(optimizer)] = len(_with_gradients(optimizer))
             return
         with torch.no_grad():
-            # `before` is empty if the closure raised before any change
+            # if `before` is empty, the optimizer has not changed anything, so there is nothing to restore
             for p, value in zip(weights, before, strict=False):
                 p.copy_(value)
         self._report(check)

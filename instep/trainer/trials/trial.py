@@ -44,7 +44,7 @@ _HOOKS = {  # hooks in which a trial may be made, since no batch is being proces
     "test": ("on_test_start", "on_test_epoch_start"),
     "predict": ("on_predict_start", "on_predict_epoch_start"),
 }
-_NEVER = "never"  # interval of all schedulers in a trial: neither "step" nor "epoch", so they never step
+_NEVER = "never"  # interval of schedulers in a trial: neither "step" nor "epoch", so the loop never steps them
 
 
 class Trial:
