@@ -230,7 +230,7 @@ class CapturedStep:
         )
 
     def _misfit(self, batch: Any) -> str:
-        """Return how a batch differs in shape from the recorded batch; "" if it does not differ."""
+        """Return how a batch differs from the recorded one, in `_shapes` or in its parts; "" if it can be replayed."""
         try:
             shapes = _shapes(batch, self._device)
         except NotCapturable as error:

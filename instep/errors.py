@@ -274,7 +274,7 @@ class Preempted(SystemExit):
 
 
 def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
-    """Return the error for a value that is not one of the allowed values; the message has the nearest allowed value.
+    """Return the error for a value that is not allowed; the message has the nearest allowed value, if one is close.
 
     Args:
         field: name of the argument.

@@ -168,7 +168,7 @@ def _sample_of(module: TrainModule, given: Any, missing: str) -> Sample:
 def _at_rest(module: nn.Module, by_jit: bool = False) -> Iterator[None]:
     """Prepare a module for tracing inside the block: eval mode, no gradients, no compiled code.
 
-    Sharded weights are an error.
+    Modes and compiled code are restored after the block. Sharded weights raise a UsageError.
     """
     sharded = next((name for name, p in module.named_parameters() if hasattr(p, "full_tensor")), None)
     if sharded is not None:

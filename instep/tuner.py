@@ -187,7 +187,7 @@ class Tuner:
     def _aside(
         self, fn: str, model: TrainModule, datamodule: DataModule | None, data: Any, val_data: Any
     ) -> Iterator[RunContext]:
-        """Set up a run for the `with` block; restore the Trainer's attributes at its end, also after an error."""
+        """Set up a run for the block; restore Trainer and datamodule at its end, also after an error."""
         trainer = self._trainer
         datamodule, data = check_data(datamodule, data, val_data)
         trainer._launch()

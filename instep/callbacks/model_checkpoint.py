@@ -97,8 +97,8 @@ class ModelCheckpoint(Callback):
             `filename` needs a metric, the save comes after the validation. With `monitor`, the first save waits for the
             first validation.
         train_time_interval: save whenever this time has passed, by the main process's clock.
-        every_n_epochs: save every n epochs (every n epochs with a validation, when saving after validation). It is 1 if
-            neither this, `every_n_train_steps` nor `train_time_interval` is given; 0 turns it off.
+        every_n_epochs: save every n epochs; when saving after validations, after each validation of every n-th epoch.
+            It is 1 if neither this, `every_n_train_steps` nor `train_time_interval` is given; 0 turns it off.
         save_on_train_epoch_end: save at the end of training epochs (True) or after validations (False). None: at the
             end of training epochs if each has one validation or there is no validation, otherwise after validations.
         enable_version_counter: an argument of Lightning's; it has no effect, since no checkpoint is ever overwritten.
@@ -309,7 +309,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def saves_nothing(self) -> bool:
-        """True if this callback saves no checkpoint, since it would keep none."""
+        """True if this callback saves nothing at its intervals, since it would keep no checkpoint."""
         return self.save_top_k == 0 and self.keep is None and not self.save_last
 
     @property

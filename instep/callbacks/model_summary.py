@@ -46,7 +46,8 @@ class SummaryRow:
 
     `params` and `trainable` count elements. `in_size` and `out_size` are the shapes of the input and the output of the
     module's first call, nested like the data, and `flops` is the number of floating-point operations of its forward
-    pass. These three are None if the whole module has no `example_input_array`.
+    pass. These three are None if the whole module has no `example_input_array`, or if its forward does not call this
+    module.
     """
 
     name: str

@@ -116,7 +116,7 @@ def _is_settled(beats: HeartbeatFile, beat: RankProgress) -> bool:
 def report(beats: HeartbeatFile, nccl_dumps: Path | None = None) -> str:
     """Write the report of this node, and return a short form of it.
 
-    The hang may be due to the disk, so writing has a limit of a few seconds.
+    The hang may be due to the disk. So if the report is not written within a few seconds, the short form says so.
 
     Args:
         beats: heartbeat file of the node.
@@ -170,7 +170,10 @@ def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
 
 
 def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
-    """Return a text about the ranks that wait at another place in the code than most of the ranks do."""
+    """Return a text about the ranks that wait at another place in the code than most of the ranks do.
+
+    It does not name the ranks that are behind, since these may be the majority.
+    """
     places: dict[tuple[str, str], list[RankProgress]] = {}
     for beat in waiting:
         place = beats.where(beat.local_rank).partition("\n")[0].partition("; last collective")[0]
@@ -251,7 +254,7 @@ def _write(beats: HeartbeatFile, found: list[RankProgress], folder: Path, text: 
 
 
 def _facts(beats: HeartbeatFile, beat: RankProgress) -> dict[str, Any]:
-    """Return the content of `failures/rank-<n>.json` for a rank in a hang: where it was, and which ranks waited."""
+    """Return the content of `failures/rank-<n>.json` for a rank in a hang: where it was, and if it waited."""
     where, _, stack = beats.where(beat.local_rank).partition("\n")
     return {
         "host": socket.gethostname(),

@@ -24,7 +24,7 @@ class RankEnd:
         report: the report in the rank's error file; None if there is none.
         steps: number of optimizer steps in the rank's heartbeat; None if the rank was not training.
         batch: index of the last batch that was done in the loop; None if no batch was done.
-        phase: what the rank was doing, one of `heartbeat_file.PHASES`; "end": it was ending after an error.
+        phase: what the rank was doing, one of `heartbeat_file.PHASES`; "end": an error had ended its run.
     """
 
     rank: int

@@ -149,7 +149,7 @@ def leave_failure(folder: Path, rank: int, facts: dict[str, Any]) -> None:
 
 
 def read_failures(folder: Path) -> list[dict[str, Any]]:
-    """Read the files of the ranks that failed: the rank that is marked as the cause comes first, the others by time."""
+    """Read the files of failed ranks: first the cause, then errors of the ranks' own, then others, each by time."""
     found = [_read(path) for path in (folder / FAILURES).glob("rank-*.json") if _OF_A_RANK.fullmatch(path.name)]
     known = [one for one in found if one is not None and isinstance(one.get("rank"), int)]
     return sorted(known, key=lambda one: (not one.get("cause"), bool(one.get("remote")), _number(one.get("time"))))

@@ -132,7 +132,8 @@ class Forked:
         """Return the results of this machine's ranks, after all ranks have ended without an error.
 
         Raises:
-            DistributedError: a rank has returned nothing, or an object that this process cannot read.
+            DistributedError: the function ended a rank's process and did not return, or returned an object that this
+                process cannot read.
         """
         for reader in self._readers:
             reader.join(_READ_S)

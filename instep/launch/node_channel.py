@@ -148,7 +148,7 @@ class NodeChannel:
         self._do(self._look)
 
     def all_done(self) -> bool:
-        """Return True if the ranks of all nodes have ended well; call this only after this node's ranks have ended."""
+        """Return True if the ranks of all nodes have ended well; call this only after this node's ranks have."""
         if not self._done:
             self._done = True
             self._do(self._post_done)

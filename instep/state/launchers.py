@@ -228,7 +228,7 @@ def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEn
 
 
 def _is_hydra(environ: Environ) -> bool:
-    """Return True if mpiexec started this process. PMI_SIZE alone does not prove this, since srun may set it too."""
+    """Return True if mpiexec started this process. srun may set PMI_SIZE too, but not MPI_LOCALRANKID."""
     several = read_number(environ, "PMI_SIZE", 1) > 1
     return "PMI_SIZE" in environ and (_HYDRA.local_rank in environ or (several and not _is_srun(environ)))
 

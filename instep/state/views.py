@@ -13,7 +13,7 @@ class AcceleratorState(PartialState):
     """The process state, and the precision and strategy of the active run.
 
     This class is a read-only view. A Trainer sets the values for the time of its fit, validate, test or predict, an
-    Accelerator for its lifetime. So two Trainers in one program never disturb each other.
+    Accelerator for its lifetime. So several of them in one program never disturb each other.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8": raises an error if the active run has another value. None is not

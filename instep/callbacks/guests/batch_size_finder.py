@@ -140,7 +140,7 @@ class BatchSizeFinder(Callback):
             _put(holders(self._batch_arg_name, module, datamodule), self.optimal_batch_size)
 
     def _places(self, module: TrainModule, datamodule: Any) -> list[Callable[..., Any]]:
-        """Find the objects that have the batch size as an attribute; return a getter and setter for each."""
+        """Return a function for each place of the batch size, as `holders` does; UsageError if there is none."""
         name = self._batch_arg_name
         places = holders(name, module, datamodule)
         if not places:

@@ -326,8 +326,8 @@ class BackboneFinetuning(BaseFinetuning):
         should_align: whether the backbone's rate stops growing when it reaches the first group's rate, and then
             follows that rate.
         initial_denom_lr: an argument of Lightning's; it has no effect.
-        train_bn: whether the new parameter group includes the backbone's BatchNorm layers, which stay trainable while
-            the other layers of the backbone are frozen.
+        train_bn: whether the new parameter group includes those BatchNorm parameters of the backbone that the optimizer
+            does not have yet. BatchNorm layers stay trainable while the other layers of the backbone are frozen.
         verbose: print the rates.
         rounding: number of decimal digits of the printed rates.
 

@@ -44,7 +44,7 @@ class ImageSampler(Callback):
 
     Raises:
         SettingError: an argument is wrong. (At the start of training:) there is no validation, and no `batch`.
-        HookError: (in the run) the batch or the module's output has no pictures.
+        HookError: (in the run) the batch has no pictures.
 
     Example:
         >>> sampler = ImageSampler(num_samples=4, sample_fn=lambda module, batch: {"noise": module.draw(4)})

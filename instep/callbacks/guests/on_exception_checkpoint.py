@@ -91,7 +91,11 @@ class OnExceptionCheckpoint(Callback):
             self.saved_path = ""
 
     def _superseded(self, trainer: Trainer) -> tuple[str, list[str]]:
-        """Return the newest checkpoint of the ModelCheckpoints, and this callback's checkpoints that are not newer."""
+        """Find the newest checkpoint of the ModelCheckpoints, and this callback's older checkpoints of the same run.
+
+        Returns:
+            Path of the newest checkpoint; paths of this callback's checkpoints of the run that are not newer.
+        """
         paths = [each.last_model_path for each in trainer.checkpoint_callbacks if each.last_model_path]
         regular = [(found.order, path) for path in paths if (found := read_or_say(to_path(path))[0]) is not None]
         order, newest = max(regular, default=((-1, -1, -1), ""))

@@ -139,7 +139,7 @@ class ModelPruning(Callback):
         self._rank = 0
 
     def _method(self, given: Any, dim: int | None, norm: int | None) -> Any:
-        """Return torch's pruning class for global pruning, else a function that prunes one parameter."""
+        """Check the method and its arguments; return its class for global pruning, else a function for one tensor."""
         if isinstance(given, str):
             given = given.lower()
             if given not in _FUNCTIONS:

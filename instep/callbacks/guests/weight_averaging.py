@@ -314,7 +314,7 @@ class WeightAveraging(Callback):
         strategy.sync_local_weights()
 
     def _copy_average_to_current(self, trainer: Trainer) -> None:
-        """Put the average into the module for the rest of fit; keep the trained weights for checkpoints. Collective."""
+        """Put the average into the module, to stay there after fit; keep the trained weights for a save. Collective."""
         if self._live is None:
             self._swap_models(trainer)
 

@@ -272,7 +272,7 @@ class LiveProgressBar(ProgressBar, default=True):
         return Line(name, done, total, now_s - self._train_start_s, speed, note, end)
 
     def _time_left(self, trainer: Trainer, now_s: float) -> list[str]:
-        """Return the time left until the end of the run, including validations, unless `max_epochs` is 1."""
+        """Return the time left until the end of the run, with validations; [] if unknown, or if `max_epochs` is 1."""
         done, (start_s, at_start) = _part_done(trainer), self._started
         if done is None or not at_start < done < 1 or trainer.max_epochs == 1:
             return []
@@ -316,7 +316,10 @@ class LiveProgressBar(ProgressBar, default=True):
 
 
 def _best_so_far(trainer: Trainer) -> Best:
-    """Return the best values so far of the metrics that a ModelCheckpoint or EarlyStopping monitors."""
+    """Return a `Best` for the metrics that a ModelCheckpoint or EarlyStopping monitors.
+
+    It begins with the best scores of the ModelCheckpoints, which a resumed run has from before the resume.
+    """
     modes, scores = {}, {}
     for callback in trainer.callbacks:
         name, mode = getattr(callback, "monitor", None), getattr(callback, "mode", None)
@@ -329,7 +332,7 @@ def _best_so_far(trainer: Trainer) -> Best:
 
 
 def _part_done(trainer: Trainer) -> float | None:
-    """Return the fraction (0 to 1) of `max_steps` or `max_epochs` that is done; None if neither is set."""
+    """Return the fraction (0 to 1) of `max_steps` or `max_epochs` that is done; None if the end is unknown."""
     parts = []
     if trainer.max_steps is not None and trainer.max_steps > 0:
         parts.append(trainer.global_step / trainer.max_steps)

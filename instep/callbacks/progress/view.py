@@ -37,7 +37,7 @@ _EVALUATED = re.compile(r"(val|eval|dev)", re.IGNORECASE)
 
 
 class Speed:
-    """Measure the speed in batches per second over the last sixteen seconds."""
+    """Measure the speed in batches per second over the last 40 readings, which are sixteen seconds by default."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
