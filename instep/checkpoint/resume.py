@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from instep.strategies import Strategy
 
 _SWITCHES = ("optimizer", "schedulers", "position", "callbacks", "loggers")
-_MOST_NAMES = 8  # largest number of missing, unexpected or other names in a report
+_MOST_NAMES = 8  # largest number of names of each kind, such as missing ones, that a report lists
 
 
 @dataclass(frozen=True)
