@@ -31,7 +31,7 @@ class Profiler(ABC):
         dirpath: folder of reports and traces. None: the folder `profiler/` in the run folder, or with a `filename` the
             run folder itself.
         filename: name in the reports' file names, `<stage>-<filename>-<rank>.txt` (without the rank for a single
-            process). With a name, reports are not printed.
+            process). With a name, reports are printed only if there is no folder for them.
 
     Example:
         >>> class Counts(Profiler):

@@ -25,7 +25,9 @@ from instep.utils.untrusted_files import clean
 
 PERIOD_S = 3.0
 _GONE_S = 60.0  # seconds for which a page keeps its state after its browser has lost the connection
-_FIRST = 24  # maximum number of runs that are all ticked when a page opens; of more runs, only the best `_FEW` are
+# Up to this many runs are all ticked when a page opens; of more runs only the first `_FEW` of the table, by default the
+# best ones.
+_FIRST = 24
 _FEW = 8
 _TOLD = 4  # maximum number of runs that the summary names for each state
 # `Column.rank` of best values: up to this rank, columns come first in the table, so that nobody needs to scroll

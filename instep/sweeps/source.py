@@ -45,7 +45,7 @@ class SweepTable:
         table: table of the runs, in order.
         params: names of the hyperparameters that differ among all runs.
         metrics: names of all metrics.
-        sort: name by which the table is sorted.
+        sort: name by which the table is sorted; "": the newest run first.
         total: number of runs, with archived runs only if the user asked for them.
     """
 

@@ -85,7 +85,7 @@ class Contents:
         self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
 
     def numbered_optimizers(self) -> list[dict[str, Any]]:
-        """Return the optimizers' state dicts in torch's form, with numbers in place of the parameters' names."""
+        """Return the optimizers' state dicts in torch's form: each numbers its parameters over all of its groups."""
         states = []
         for number, tree in enumerate(self.optimizers):
             index = {name: i for i, name in enumerate(name for group in tree["groups"] for name in group["params"])}
