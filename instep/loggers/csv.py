@@ -18,9 +18,9 @@ class CSVLogger(RowFileLogger):
     """Write metrics into `metrics.csv` of the run folder: one row per call of `log_metrics`, one column per metric.
 
     The first column is `step`; the cell of a metric that a call did not log is empty. Numbers are written so that
-    reading them gives the same float64. New metrics get their columns at the next flush, by one rewrite
-    of the file; until then their rows wait in the logger's queue. A resumed run appends to the file, after it has
-    removed the rows of steps after its checkpoint, since it logs those steps again.
+    reading them gives the same float64. New metrics get their columns at the next flush, by one rewrite of the
+    file; until then their rows wait in the logger's queue. A resumed run appends to the file, after it has removed the
+    rows of steps after its checkpoint, since it logs those steps again.
 
     Args:
         save_dir: parent folder of the run folders; the first logger with a `save_dir` chooses the run folder. None:

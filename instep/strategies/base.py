@@ -223,7 +223,7 @@ class Strategy:
     def changing_trainable(self) -> AbstractContextManager[Any]:
         """Return a context in which hooks may freeze and unfreeze parameters, and add groups to the optimizers.
 
-        The Trainer uses this context around the hooks `on_fit_start` and `on_train_epoch_start`. At the end of the
+        The Trainer uses this context between steps, around `on_fit_start` and `on_train_epoch_start`. At the end of the
         context, the strategy rebuilds everything that depends on which parameters require gradients. Collective.
         """
         return nullcontext()

@@ -356,8 +356,8 @@ def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any], owner: type | 
     Args:
         own: current settings of the object.
         saved: saved settings; they may have more or fewer entries.
-        owner: the object's class, if the settings are the object's attributes. A saved setting must not have the name
-            of a method or property of this class.
+        owner: the object's class, if the settings are the object's attributes. A saved setting that is not in `own`
+            must not have the name of a method or property of this class.
 
     Raises:
         TypeError: a saved setting has a different type, or the name of a method or property of `owner`; the message

@@ -390,7 +390,7 @@ class DeepSpeedStrategy(Strategy):
         elements = _elements(module.parameters())
         config = self._filled(elements)
         if optimizer is not None:
-            config.setdefault("zero_allow_untested_optimizer", True)  # `check_optimizer` has tested the optimizer
+            config.setdefault("zero_allow_untested_optimizer", True)  # `check_optimizer` has checked the optimizer
         # Ignore warnings about deprecated names of torch's collectives that DeepSpeed uses.
         warnings.filterwarnings(
             "ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning

@@ -107,7 +107,7 @@ class Runner:
         microbatches: number of micro-batches per batch.
         group: process group of the pipeline; stage s is on rank s modulo the size of the group.
         device: device of this rank.
-        alone: whether this is the only pipeline: data parallelism has no other that shares or copies its weights.
+        alone: whether this is the only pipeline, so that data parallelism neither shards nor copies the weights.
     """
 
     def __init__(
