@@ -117,7 +117,7 @@ class TrainerState:
 
 @dataclass
 class Position:
-    """Position of a run in its training. Checkpoints save it; the loop and the training step advance it.
+    """Position of a run in its training. Checkpoints save it; the loop, the step with its guests, and a resume set it.
 
     Attributes:
         epoch: index of the epoch, from 0.

@@ -227,7 +227,7 @@ class _UnknownPosition:
 
 @contextmanager
 def _unknown_position(ctx: RunContext) -> Iterator[None]:
-    """In the block, raise an error if code reads the position although a checkpoint, found later, may change it."""
+    """In the block, raise an error if code reads a position that a checkpoint may change, now or after a restart."""
     trainer, position = ctx.trainer, ctx.trainer.position
     if ctx.fn == "fit" and (ctx.ckpt_path is not None or (read_job() is not None and not ctx.is_trial)):
         trainer.position = cast("Position", _UnknownPosition())

@@ -490,7 +490,7 @@ def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
             yield batch
             batch_idx += 1
     except Exception as error:
-        from instep.data.seeding import add_note  # imported late: only a run needs it
+        from instep.data.seeding import add_note  # imported late: only an error needs it
 
         which = f" loader {loader}" if loader else ""
         add_note(error, f"This came from reading batch_idx {batch_idx} of the {what} data{which}.")

@@ -121,7 +121,7 @@ class StepGuest:
     def settle(self) -> None:
         """Finish work that was put off, such as reading flags on the device.
 
-        Called before a save, a validation and the end of an epoch. Collective.
+        Called when logged values are handed over, and before a save, a validation and the end of an epoch. Collective.
         """
 
 
