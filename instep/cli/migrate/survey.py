@@ -352,13 +352,13 @@ class Names(cst.CSTVisitor):
         return [] if known else [line]
 
     def _modules(self, node: cst.CSTNode, local: str, old: str) -> list[str]:
-        """Return the imports that replace an import of a module."""
+        """Return the imports that replace an import of a module; the old one is kept if the script still uses it."""
         needed = sorted(self.needed.get(local, () if local in self.kept else {"instep"}))
         new = [line for module in needed for line in self._new(node, f"import {module}")]
         return [old, *new] if local in self.kept else new
 
     def add_import(self, node: cst.CSTNode, target: str) -> str:
-        """Import a name of instep in place of the name at a node; return the text by which the script uses it."""
+        """Import a further name of instep beside the name at a node; return the text by which the script uses it."""
         base = _base(node) if isinstance(node, cst.Attribute) else node
         assert isinstance(base, cst.Name)
         if isinstance(node, cst.Attribute):
