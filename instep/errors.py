@@ -133,8 +133,8 @@ class NonFiniteError(InstepError, FloatingPointError):
         batches: indices of this optimizer step's batches, counted from 0 in the epoch.
         ranks: ranks on which the loss was not finite; if all losses were finite, ranks on which a gradient was not.
         parameters: names of the parameters whose gradients were not finite.
-        sample_indices: a dict for each rank, from a batch's index to a list of its samples' indices in the data set
-            (None if they are unknown).
+        sample_indices: list with a dict for each rank, from a batch's index to the list of its samples' indices in the
+            data set (None if they are unknown).
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class TrainingSpikeError(InstepError, RuntimeError):
         batches: indices of the batch before the jump (if there is one) and of the batch with the jump, counted from 0
             in the epoch.
         ranks: ranks on which the loss jumped.
-        sample_indices: a dict for each rank, from a batch's index to a list of its samples' indices in the data set
-            (None if they are unknown).
+        sample_indices: list with a dict for each rank, from a batch's index to the list of its samples' indices in the
+            data set (None if they are unknown).
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class LearningRateMonitor(Callback):
     The value that is logged at global step N is the rate that the next optimizer step uses. It is also in
     `trainer.callback_metrics`. The logged name is `lr-Adam` for an Adam optimizer, and `lr-Adam-1` for a second one; if
     the scheduler has a `name` in `configure_optimizers`, this name replaces `lr-Adam`. With several parameter groups
-    `/pg1`, `/pg2` and so on are added, or `/<name>` if the group has a "name" key. The names of momenta end in
-    `-momentum`, those of weight decays in `-weight_decay`.
+    `/pg1`, `/pg2` and so on are added. If a group has a "name" key, `/<name>` is added instead, also if it is the only
+    group. The names of momenta end in `-momentum`, those of weight decays in `-weight_decay`.
 
     Args:
         logging_interval: "step": log every `log_every_n_steps` steps (never if this is 0). "epoch": log at the start of

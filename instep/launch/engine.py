@@ -46,7 +46,7 @@ def run(spec: LaunchSpec) -> int:
 
 
 def is_worker() -> bool:
-    """Return True if this process is a rank: started by this engine, by torchrun, or with RANK set by hand.
+    """Return True if this process is a rank: of this engine, torchrun, srun or mpirun, or with RANK set by hand.
 
     Example:
         >>> is_worker()

@@ -326,9 +326,9 @@ class EMAWeightAveraging(WeightAveraging):
         device: device of the average. None: the device of the weights.
         use_buffers: average floating-point buffers too.
         decay: weight of the old average, from 0 to 1.
-        update_every_n_steps: update after every n-th optimizer step; 0: never after steps, which requires
-            `update_starting_at_epoch`.
-        update_starting_at_step: index of the first optimizer step with an update, from 0. None: the first step.
+        update_every_n_steps: update after each optimizer step whose index, from 0, is a multiple of this number; 0:
+            never after steps, which requires `update_starting_at_epoch`.
+        update_starting_at_step: no update after optimizer steps with an index, from 0, below this number. None: 0.
         update_starting_at_epoch: index of the first epoch that ends with an update, from 0. None: no updates by epoch.
         use_for: what the average is used for: "val", "save" or "end", as in `WeightAveraging`.
 
