@@ -1,4 +1,4 @@
-"""The job's secret: a key that only the ranks and agents of one job know, with which they sign their messages.
+"""The job's secret: a key with which ranks and agents of one job sign their messages; other users do not know it.
 
 Neither gloo nor a TCPStore authenticates, so anybody who can reach a port of a job can send any data to it. Every value
 that instep itself reads from a port has a MAC (HMAC-SHA256). The MAC is computed with the secret from the value and the
