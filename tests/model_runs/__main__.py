@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,10 @@ def main() -> int:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given_ = parser.parse_args()
     if given_.worker is not None:
-        return work(given_.seed, given_.count, given_.worker, given_.keep_going)
+        status = work(given_.seed, given_.count, given_.worker, given_.keep_going)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # torch 2.13 may fail an assertion of its own in the last garbage collection of an interpreter
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         workers = []
