@@ -867,7 +867,7 @@ class Accelerator(ProcessMethods):
 
         Args:
             values: numbers, tensors with one element, texts if a logger supports them, or dicts of these.
-            step: the step; None for the step after the last one.
+            step: number of the step for the values; None: one more than in the last call.
             log_kwargs: further arguments for the `log` of a `GeneralTracker`, by the tracker's name.
         """
         self._trackers.log(values, step, log_kwargs)

@@ -67,7 +67,7 @@ class RestoredPlace:
         self.state, self.epoch, self.batches = state, epoch, batches
         self.held: int = state.get("held", 1)
         """Number of batches that the script held when it first used one, in the run that saved the state."""
-        self._left = False  # whether a pass may have moved the source away from this position
+        self._left = False  # whether an iteration over the data may have moved the loader away from this position
 
     def go(self, source: PreparedLoader) -> None:
         """Move the source to this position."""
@@ -126,7 +126,7 @@ class Uses:
             active.opening.evaluates = True
 
     def forget_beginnings(self) -> None:
-        """Drop restored positions that are the beginning of an epoch, in loaders without a running pass.
+        """Drop the restored positions of loaders that are not being iterated, if they are the beginning of an epoch.
 
         Called at the first use of a batch after `load_state`, since the training has then begun.
         """

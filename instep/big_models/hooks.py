@@ -283,7 +283,7 @@ class _Slot:
         """Put a weight into the module, on a device, unless the user has set another weight in its place."""
         holder, leaf = self.holder, self.leaf
         if holder.get(leaf) is self.empty:
-            # This handles the usual case without another call, since a model of many small layers has many weights.
+            # The usual case is handled here, not in a further function: a model may load thousands of small weights.
             kept = self._kept
             if kept is None or self._value is not value or kept.requires_grad is not self.requires_grad:
                 kept = self._made(value, device)

@@ -132,7 +132,8 @@ class TorchAoConfig:
         quant_type: "int8" (weights), "int8_dynamic" (activations too), "int4" (weights; on a CPU with 8-bit
             activations), "fp8" (weights), "fp8_dynamic" (activations too; needs CUDA of compute capability 8.9), or a
             configuration of torchao for one kind of layer, such as `Int8WeightOnlyConfig()`.
-        torch_dtype: dtype of all weights that are not quantized, in which layers also compute; None: the model's dtype.
+        torch_dtype: dtype of all weights that are not quantized, and of the computations of layers. None: the model's
+            dtype.
         skip_modules: as for `BnbQuantizationConfig`.
         keep_in_fp32_modules: as for `BnbQuantizationConfig`.
 

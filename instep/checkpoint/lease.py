@@ -40,7 +40,7 @@ from instep.utils.untrusted_files import LEASE_BYTES, parse_json
 
 INTERVAL_S = 5.0
 SEEN_S = 10.0
-_WATCHED = 3  # intervals without a renewal after which a holder on another host counts as dead
+_WATCHED = 3  # a holder on another host counts as dead if it misses this number of renewals
 _NAME = re.compile(r"\.lease-([0-9]{8,18})")
 _LONG = 300
 # Largest valid values in a lease file. A process waits for three intervals, so an interval must be short.

@@ -443,7 +443,7 @@ class CheckpointStore:
         """
         known = None if self.lease is None else self.lease.serial
         if known is None:
-            # The number of a checkpoint that was copied from another folder counts too.
+            # Checkpoints that were copied from another folder are included: the result must be above their numbers.
             known = max((other.serial for other in facts(self.root)), default=0)
         return 1 + max(known, line.serial)
 
@@ -522,7 +522,7 @@ class _FailedTries:
     """The tries of a save so far, which have all failed by errors that may be temporary."""
 
     tries: int
-    attempt: int  # highest attempt number used by these tries
+    attempt: int  # highest attempt number in the names of folders that these tries have written
     why: str
 
     @property

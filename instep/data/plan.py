@@ -132,7 +132,7 @@ class Sizes(Protocol):
 
 
 def rank_weight(source: Sizes) -> float:
-    """Return the factor of this rank's mean loss, with which the mean over ranks is the mean over samples.
+    """Return the factor by which this rank multiplies its mean loss, so that the mean over ranks is that over samples.
 
     It is 1 if all ranks have the same number of samples.
     """

@@ -28,9 +28,9 @@ class TrackioLogger(Logger):
     """Write to Trackio, into its folder with the databases of all projects.
 
     `trackio show --project <project>` shows the runs. A resumed run continues the Trackio run of the same name. So runs
-    need different names; without a name, Trackio chooses one. Into a database on this machine, this logger writes the
-    rows itself, and raises an error if a row cannot be written. To a server or a Space, Trackio sends the rows from its
-    own thread.
+    need different names; without a name, Trackio chooses one. This logger writes the
+    rows into a database on this machine itself, and raises an error if a row cannot be written. Trackio sends rows to a
+    server or a Space from its own thread.
 
     Args:
         project: name of the project. None: "instep_runs".

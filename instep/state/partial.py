@@ -293,17 +293,18 @@ class ProcessMethods:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Yield this process's part of an input. There is no communication: every process holds the whole input.
 
-        The parts are in rank order. If they cannot have equal lengths, the first parts have one element more. So
-        outside of the block, `instep.distributed.gather_object` joins the ranks' lists of results in the order of the
-        input, and `gather_ragged` does this for tensors. If there are fewer inputs than processes, the last processes
-        get an empty part.
+        The parts are in rank order. So outside of the block, `instep.distributed.gather_object` joins the ranks' lists
+        of results in the order of the input, and `gather_ragged` does this for tensors. If the lengths cannot be equal,
+        the first parts have one element more. If there are fewer inputs than processes, the last processes get an empty
+        part.
 
         Args:
-            inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict or other mapping (a
-                tokenizer's BatchEncoding) of these, nested too, whose leaves have one length. It is never changed.
-            apply_padding: whether to repeat the last element, so that all parts have one length. `gather` needs equal
-                lengths. So do models whose weights are sharded over ranks, since all ranks run their forward together.
-                The copies come at the end, so only the first `len(inputs)` gathered elements count.
+            inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a mapping of these (a dict, or
+                a tokenizer's BatchEncoding), also a nested one. All values of a mapping must have the same length. The
+                input is never changed.
+            apply_padding: whether to repeat the last element, so that all parts have the same length. `gather` needs
+                equal lengths. So do models whose weights are sharded over ranks, since all ranks run their forward
+                together. The copies come at the end, so only the first `len(inputs)` gathered elements count.
 
         Raises:
             TypeError: the input has a type that is not listed above.

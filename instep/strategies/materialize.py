@@ -36,7 +36,7 @@ _PLACES = "_stored_weights"
 _INDICES = (torch.int32, torch.int64)
 
 
-# ---- records of stored values
+# ---- recording where the values of weights are stored
 
 
 def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:

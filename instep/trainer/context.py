@@ -181,7 +181,7 @@ class Position:
             setattr(self, entry.name, state_dict.get(entry.name, entry.default))
         if "closed_step" not in state_dict:  # a checkpoint of an earlier version of instep lacks this key
             self.closed_step = self.global_step
-        self.had_loss = state_dict.get("had_loss", True)  # earlier versions did not save it: assume a loss
+        self.had_loss = state_dict.get("had_loss", True)  # earlier versions did not save `had_loss`
         self.epoch_over = self.epoch_ended
 
     @property

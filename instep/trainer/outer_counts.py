@@ -10,9 +10,9 @@ from instep.utils.warn import warn_user
 
 
 class OuterCounts:
-    """Stored counts of the training's metric objects, while the same objects count in an evaluation.
+    """States of the training's metric objects, set aside while the same objects serve an evaluation.
 
-    In an evaluation outside of fit, these are the counts that the Trainer's last fit left in the middle of an epoch.
+    In an evaluation outside of fit, these are the states that the Trainer's last fit left in the middle of an epoch.
 
     Args:
         ctx: the run.

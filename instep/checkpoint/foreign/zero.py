@@ -91,7 +91,7 @@ def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]
     else:
         parts = [state["single_partition_of_fp32_groups"] for state in optimizers]
         weights = _stage_1_and_2(shapes, parts, first.get("param_alignment_paddings"))
-        frozen = {}  # the module's state has the frozen parameters completely
+        frozen = {}  # in stages 1 and 2, the module's state has each frozen parameter whole, not in parts
     cut = {name for group in shapes for name in group} | frozen.keys()
     rest = {name: value for name, value in models[0]["module"].items() if name not in cut and isinstance(value, Tensor)}
     found = {**rest, **frozen, **weights}

@@ -39,8 +39,8 @@ class Plan:
     Args:
         module: syntax tree of the script.
         lines: position of each syntax node in the script.
-        new: what replaces each syntax node that changes, by the old node.
-        comments: comments of names that are removed from an import, by the import's node.
+        new: a dict from each syntax node that changes to its replacement.
+        comments: a dict from the node of an import to the comments of the names that are removed from it.
         findings: places that a person should look at.
         found: canonical names of the packages that the script imports.
     """
