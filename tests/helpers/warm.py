@@ -5,8 +5,11 @@ server for a fork, and is then that program to whoever started it: it has the sa
 the same status, and takes the program with it when it is killed. In the program `sys.executable` is this executable
 too, so that the ranks which it starts are as quick. Whatever else Python is asked for is done by the real one.
 
-Not for tests of how a program starts or ends, of its process group, of what it imports, or of variables that torch
-reads when it is loaded, such as OMP_NUM_THREADS.
+At its end threads are joined, `atexit` runs and output is flushed; then the process ends at once, where Python would
+take all modules apart first.
+
+Not for tests of how a program starts, of its process group, of what it imports, of what Python does after `atexit`, or
+of variables that torch reads when it is loaded, such as OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
