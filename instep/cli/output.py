@@ -49,7 +49,7 @@ def confirm(what: str, question: str, otherwise: str, refusal: str, yes: bool = 
     """
     if yes:
         return warn(what)
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):  # None without a stdin, as under cron
         raise UsageError(f"{what}\n{otherwise}")
     warn(what)
     sys.stderr.write(f"{question} [y/N] ")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from instep.cli import output
+from instep.errors import UsageError
 
 ROWS = [("a[bold]", 1), ("b" * 150, None)]
 
@@ -63,3 +64,9 @@ def test_a_tree_shows_nested_values_by_indentation(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(("created", "said"), [("yesterday", "yesterday"), ("2999-01-01T00:00:00+00:00", "0 s ago")])
 def test_the_age_of_an_odd_time_is_shown_as_it_is(created: str, said: str) -> None:
     assert output.age(created) == said
+
+
+def test_a_question_is_refused_without_a_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UsageError, match="say --yes"):
+        output.confirm("3 runs", "Delete?", "Look at it, then say --yes.", "nothing was deleted")
