@@ -56,7 +56,8 @@ __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        # For `from instep import utils`, Python asks for an attribute first. After the error it imports the module.
+        # For `from instep import utils`, Python first asks for an attribute. After an AttributeError, Python imports
+        # the submodule.
         if find_spec(f"instep.{name}") is not None:
             raise AttributeError(name)
         from instep.utils.porting import no_such_name  # imported late: needed only for an error

@@ -198,7 +198,7 @@ def find_regions(model: nn.Module, regions: bool | Sequence[str | type[nn.Module
 class Recompiles:
     """Counts the recompilations in this process since the object was made.
 
-    The reason for the first recompilation is logged, when the next compilation or the run ends.
+    The reason for the first recompilation is logged when the next compilation ends, or else when the run ends.
 
     Attributes:
         count: number of recompilations.

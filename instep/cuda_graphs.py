@@ -86,8 +86,8 @@ class CudaRecorder:
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
         """Reset torch's random generator and memory allocator after a failed recording.
 
-        torch does not do this itself. Without it, the generator would refuse to draw numbers, and the allocator would
-        keep all memory that several streams have used.
+        torch does not reset them itself. Without a reset, the generator would refuse to draw numbers, and the allocator
+        would keep all memory that several streams have used.
         """
         with suppress(RuntimeError):  # an error here would hide the error of the recording, which says more
             graph.capture_end()
@@ -230,7 +230,7 @@ class CapturedStep:
         )
 
     def _misfit(self, batch: Any) -> str:
-        """Return how a batch differs from the recorded one, in `_shapes` or in its parts; "" if it can be replayed."""
+        """Return why the recording does not fit a batch: a difference in what `_shapes` returns; "" if it fits."""
         try:
             shapes = _shapes(batch, self._device)
         except NotCapturable as error:
@@ -343,7 +343,7 @@ def runs_without(optimizer: Optimizer, why: str) -> str:
 
 
 def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
-    """Return the shape, strides and dtype of each tensor of a batch, and the value of any other leaf, by its path."""
+    """Describe a batch: path of each leaf -> shape, strides and dtype of a tensor, or the value of another leaf."""
     found: dict[str, Any] = {}
     for name, leaf in iter_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -367,7 +367,7 @@ def without_graph(output: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of the message of an error, or of the earlier error that led to this error."""
+    """Return the first line of an error's message; if an earlier error led to it, of that error's message."""
     if isinstance(error.__context__, RuntimeError | NotCapturable):
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

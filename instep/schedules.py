@@ -117,7 +117,7 @@ class Schedule(LambdaLR):
     Args:
         optimizer: optimizer whose learning rates, as they are now, are multiplied by the curve.
         curve: function that takes the number of steps done and returns a factor. If it is an object of a class of
-            yours, its attributes must be JSON values.
+            yours, its attributes must be JSON values, since checkpoints store them.
 
     Raises:
         SettingError: `optimizer` is not an optimizer.
@@ -204,8 +204,8 @@ def linear(
 
     Args:
         optimizer: optimizer, whose own rates are the highest rates of the schedule.
-        total_steps: number of optimizer steps of the run, which `self.trainer.estimated_stepping_batches` is. With a
-            configuration, `instep fit` sets it.
+        total_steps: number of optimizer steps of the run: pass `self.trainer.estimated_stepping_batches`. `instep fit`
+            passes it to a schedule that is named in a configuration.
         warmup_steps: number of optimizer steps of the warm-up; a float below 1 is a fraction of `total_steps`.
         start_ratio: rate of step 0, as a fraction of the highest rate.
         min_ratio: rate at the end of the run and after it, as a fraction of the highest rate.

@@ -35,7 +35,8 @@ class Tuner:
     `lr_find` and `scale_batch_size` set up a run as the Trainer does, make steps in it, and undo them. Only the result
     is kept, in an attribute of the module or datamodule. No folder, log or checkpoint is written. The Trainer's
     counters, the random generators and the module's weights are restored; the module stays on its device. Of the
-    callbacks only set-up and tear-down are called. Callbacks that save or show something are not called at all.
+    callbacks only set-up and tear-down are called, and only in a search with `fit`. Callbacks that save or show
+    something are not called at all.
 
     Args:
         trainer: Trainer, whose devices, strategy, precision, accumulation and limits are used for the search.
@@ -187,7 +188,10 @@ class Tuner:
     def _aside(
         self, fn: str, model: TrainModule, datamodule: DataModule | None, data: Any, val_data: Any
     ) -> Iterator[RunContext]:
-        """Set up a run for the block; restore Trainer and datamodule at its end, also after an error."""
+        """Set up a run for the block.
+
+        At its end, also after an error, restore the Trainer, its callbacks, the module and the datamodule.
+        """
         trainer = self._trainer
         datamodule, data = check_data(datamodule, data, val_data)
         trainer._launch()

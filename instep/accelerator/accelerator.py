@@ -74,7 +74,7 @@ class Accelerator(ProcessMethods):
 
     Args:
         device_placement: whether models and batches are moved to the device.
-        split_batches: as in `dataloader_config`; it replaces the value there.
+        split_batches: if given, replaces `split_batches` of `dataloader_config`.
         mixed_precision: "no", "fp16" (not on a CPU), "bf16" or "fp8" (emulated on a CPU); None: the value of the
             environment variable INSTEP_PRECISION, else "no".
         gradient_accumulation_steps: micro-batches of one window, used by `accumulate` and `backward`; None: the value
@@ -87,7 +87,7 @@ class Accelerator(ProcessMethods):
         parallelism_config: sizes of the process mesh, in place of `strategy`.
         compile: "module": compile each model in `prepare`; an `instep.compile.CompileConfig`, or a dict of its fields,
             can also compile only the repeated blocks, or compile with other options.
-        dynamo_backend: compile each model in `prepare`, by this backend of torch.compile.
+        dynamo_backend: name of a backend of torch.compile, with which `prepare` compiles each model.
         dynamo_plugin: like `dynamo_backend`, with more options.
         log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger` or `GeneralTracker`, or a list
             of these.
@@ -97,7 +97,7 @@ class Accelerator(ProcessMethods):
         step_scheduler_with_optimizer: whether a scheduler steps only with its optimizer. With False, every call of
             `scheduler.step()` steps the scheduler.
         kwargs_handlers: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
-            `InitProcessGroupKwargs`, `ProfileKwargs`; one of each.
+            `InitProcessGroupKwargs`, `ProfileKwargs`; at most one of each.
         debug: whether ranks compare each collective before they run it; None: the value of the environment variable
             INSTEP_DEBUG.
 
@@ -340,8 +340,8 @@ class Accelerator(ProcessMethods):
         Args:
             model: the module.
             device_placement: whether to move the model; None for the Accelerator's setting.
-            evaluation_mode: whether the model is only evaluated. Then every rank gets the weights of rank 0, and
-                nothing else happens.
+            evaluation_mode: whether the model is only evaluated, and not trained. If True, every rank gets the weights
+                of rank 0, but gradients may not be reduced over ranks.
             name: name in checkpoints; by default the name of the model's class.
 
         Returns:
@@ -355,8 +355,8 @@ class Accelerator(ProcessMethods):
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Prepare an optimizer, so that it steps only at the ends of accumulation windows. Collective.
 
-        From this call on, ranks draw different random numbers, as with the Trainer; only rank 0 keeps the
-        state of the user's random generators.
+        As with the Trainer, this call seeds the random generators anew, so that ranks with different data draw
+        different random numbers. Rank 0 keeps the state of its generators.
 
         Args:
             optimizer: an optimizer, whose parameters may belong to prepared models or to other models.
@@ -447,7 +447,8 @@ class Accelerator(ProcessMethods):
             loss: 0-dim floating tensor: the mean over this rank's micro-batch.
             num_items: number of items (such as tokens) over which the loss is a mean. The window's gradient is then
                 that of the mean over all items of all micro-batches and ranks, as if they were one big batch; items of
-                a batch that a rank repeats do not count. None: each loss is weighed by the micro-batch's samples.
+                a batch that a rank repeats do not count. None: each loss is weighed by the number of samples in its
+                micro-batch.
             kwargs: passed to `Tensor.backward`.
 
         Raises:
@@ -482,7 +483,7 @@ class Accelerator(ProcessMethods):
         """Remove the scaler's factor from gradients and correct them for the accumulation window, before you read them.
 
         Args:
-            optimizer: the optimizer or optimizers whose gradients are divided; default: all prepared ones.
+            optimizer: the optimizer or optimizers whose gradients are unscaled; default: all prepared ones.
         """
         if not self.sync_gradients:
             return
@@ -496,7 +497,7 @@ class Accelerator(ProcessMethods):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Scale gradients down to a norm, at the end of an accumulation window.
+        """Scale gradients down if their norm is above `max_norm`, at the end of an accumulation window.
 
         Collective if losses came with `num_items`.
 
@@ -544,8 +545,8 @@ class Accelerator(ProcessMethods):
         steps.
 
         Args:
-            joinables: the prepared models that are trained in the block. Their losses must not have `num_items`, since
-                these numbers are summed over all ranks.
+            joinables: the prepared models that are trained in the block. Call `backward` without `num_items` for them:
+                all ranks add up these numbers, and a rank without a batch would not take part.
         """
         window = self._prepared.window
         with ExitStack() as stack:
@@ -570,8 +571,8 @@ class Accelerator(ProcessMethods):
         """Include objects in `save_state` and `load_state`.
 
         Args:
-            objects: objects with `state_dict` and `load_state_dict`, of tensors and JSON values. They are saved by
-                class name.
+            objects: objects with `state_dict` and `load_state_dict`, whose states have only tensors and JSON values.
+                Each is saved under the name of its class.
             named: objects of the same kind, each saved under its argument name.
 
         Raises:
@@ -585,8 +586,8 @@ class Accelerator(ProcessMethods):
         Args:
             hook: `hook(models, weights, folder)`: the unwrapped models, a list of their state dicts, and the folder
                 that becomes the checkpoint. The hook may change or replace state dicts. A state dict that the hook
-                removes from the list is not written. Files that the hook writes into the folder, each from one rank,
-                become part of the checkpoint. The hook must not wait for other ranks.
+                removes from the list is not written. Files that the hook writes into the folder become part of the
+                checkpoint; only one rank may write each file. The hook must not wait for other ranks.
 
         Returns:
             The handle of the hook: `handle.remove()` removes it.
@@ -621,12 +622,13 @@ class Accelerator(ProcessMethods):
         """Save everything that was prepared or registered, and verify it. Collective.
 
         Args:
-            output_dir: name of the folder; `-<attempt>` is added, so that nothing is overwritten. Default: the next
-                number in `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest
-                states of this run.
+            output_dir: path of the folder; `-<attempt>` is added, so that nothing is overwritten. Default: a numbered
+                folder in `<project_dir>/checkpoints`. After such a save, the oldest of these states of this run are
+                deleted if there are more than `ProjectConfiguration(total_limit=)`.
             safe_serialization: False only warns, since a state is always safetensors and JSON.
-            background: whether to copy the state to host memory, which is reused, and to write and verify it during the
-                training. The next save, `wait_for_saves` and `end_training` wait for it and raise its error.
+            background: whether to return once the state is copied to host memory, and to write and verify the copy
+                during the training. Later saves reuse this memory. The next save, `wait_for_saves` and `end_training`
+                wait for the running save and raise its error.
 
         Returns:
             The folder; None for a save in the background, whose folder `wait_for_saves` returns.
@@ -765,13 +767,14 @@ class Accelerator(ProcessMethods):
             one row per rank that has samples.
 
         Raises:
-            DataError: with `per_sample`, a tensor does not have one row per sample of the batch. A tensor that has as
-                many rows as a full batch of the loader is cut instead.
+            DataError: with `per_sample`, a tensor does not have one row per sample of the batch. If a tensor has as
+                many rows as a full batch of the loader, it is cut to the samples of this batch without an error.
         """
         loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
         share, size = (Share(), None) if loader is None else (loader.source.share, loader.batch_size)
         samples = share.mine
-        if samples is None and share.last and per_sample:  # the last batch of an iterable data set may be shorter
+        # this rank's number of samples is unknown with an iterable data set, whose last batch may be shorter
+        if samples is None and share.last and per_sample:
             data = cut_last(data, share.all, size)
         # if several ranks read the same data, only one of them counts the samples
         samples = samples if self._prepared.main_strategy.contributes else 0
@@ -913,7 +916,7 @@ class Accelerator(ProcessMethods):
     def end_training(self) -> None:
         """Close the loggers, end the run and leave the process group. Collective; may be called twice."""
         self._trackers.finish()
-        if is_held():  # a second call cannot wait for the other ranks, since the process group is gone
+        if is_held():  # False in a second call: the process group is gone, so there are no ranks to wait for
             self.wait_for_everyone("end_training")
         self.wait_for_saves()
         self._states.close()

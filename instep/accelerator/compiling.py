@@ -27,7 +27,7 @@ class TorchDynamoPlugin:
         fullgraph: whether a graph break raises an error.
         dynamic: whether shapes may vary; None lets torch find out.
         options: options of the backend.
-        disable: whether to compile nothing, for a test.
+        disable: whether to compile nothing, for instance in a test.
         use_regional_compilation: whether to compile the repeated blocks in each `nn.ModuleList` of the model instead of
             the whole model. A model without such a list is compiled as a whole.
 
@@ -51,7 +51,7 @@ class TorchDynamoPlugin:
         check_fields(self)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments that differ from the defaults of `torch.compile`."""
+        """Return `backend`, and the other arguments that differ from the defaults of `torch.compile`."""
         known = [each for each in fields(self) if each.name != "use_regional_compilation"]
         given = {each.name: value for each in known if (value := getattr(self, each.name)) != each.default}
         return {**given, "backend": str(getattr(self.backend, "value", self.backend)).lower()}

@@ -141,18 +141,18 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Settings for averaging gradients over processes; `options()` are the arguments of the strategy "ddp".
 
     Args:
-        broadcast_buffers: whether each forward begins with the buffers of rank 0.
+        broadcast_buffers: whether all ranks get the buffers of rank 0 before each forward.
         bucket_cap_mb: size of a gradient bucket in MiB; None means torch's default (25, and a smaller first bucket).
         find_unused_parameters: whether to search in each step for parameters that were not used.
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy.
-        static_graph: whether every step uses the same parameters in the same way. DDP relies on it.
+        static_graph: whether every step uses the same parameters in the same way. If True, DDP relies on this.
         comm_hook: compression of gradients for the communication: "fp16", "bf16", "power_sgd", or a
             `DDPCommunicationHookType`.
         comm_wrapper: "fp16" or "bf16": dtype to which gradients are rounded before PowerSGD.
         comm_state_option: arguments of torch's `PowerSGDState`, such as `{"matrix_approximation_rank": 2}`.
 
     Raises:
-        SettingError: a value is wrong, or hook, wrapper and state do not fit each other.
+        SettingError: a value is wrong, or `comm_hook`, `comm_wrapper` and `comm_state_option` do not fit each other.
 
     Example:
         >>> from instep.accelerator import Accelerator
@@ -212,7 +212,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class InitProcessGroupKwargs(KwargsHandler):
-    """Settings of the process group that is created; `options()` are arguments of `PartialState`.
+    """Settings of the process group that the Accelerator creates; `options()` are arguments of `PartialState`.
 
     Args:
         backend: torch's name of the backend, such as "gloo"; None means the usual backend of the device.
@@ -240,7 +240,7 @@ class ProfileKwargs(KwargsHandler):
         activities: a list of "cpu", "cuda", "xpu", "mtia" and "hpu"; None records the CPU and the accelerator, if there
             is one.
         schedule_option: arguments of `torch.profiler.schedule` (`wait`, `warmup`, `active`, `repeat`, `skip_first`,
-            `skip_first_wait`), in calls of `step()`; None records everything.
+            `skip_first_wait`), which count calls of `step()`; None records everything.
         on_trace_ready: function that is called with the profiler whenever a recording is complete.
         record_shapes: whether to record the shapes of inputs.
         profile_memory: whether to record allocations.
@@ -277,8 +277,8 @@ class GradientAccumulationPlugin:
 
     Args:
         num_steps: micro-batches per accumulation window.
-        adjust_scheduler: whether the schedule counts batches. If True, the scheduler steps once for every batch of the
-            window at each optimizer step. False: one scheduler step per optimizer step.
+        adjust_scheduler: whether the schedule counts batches. If True, the scheduler takes one step per batch of the
+            window, all of them at the optimizer step. False: one scheduler step per optimizer step.
         sync_with_dataloader: whether an epoch's last window ends with the epoch, full or not. False: the next epoch
             continues this window, and each batch is weighed as in a full window.
         sync_each_batch: whether to reduce gradients at every backward, which needs more communication and, with
@@ -341,7 +341,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: PathLike | None = None) -> None:
-        """Set the folder of checkpoints, and the folder of loggers if it is not set yet.
+        """Set `project_dir`, and also `logging_dir` if that is not set yet.
 
         Args:
             project_dir: the folder; None for no folder.
@@ -359,7 +359,7 @@ _ELSEWHERE = {GradientAccumulationPlugin: "gradient_accumulation_plugin", Projec
 
 
 def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler], Any]:
-    """Return handlers by their class.
+    """Return a dict from each handler's class to the handler.
 
     Args:
         handlers: value of `kwargs_handlers`; None for no handlers.
@@ -397,9 +397,9 @@ def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler
 def profile(handler: ProfileKwargs | None = None, process_index: int = 0) -> Iterator[Profiler]:
     """Profile the code in the `with` block with torch's profiler.
 
-    With `output_trace_dir` every rank writes `profile_<rank>.json` into it, for chrome://tracing or Perfetto. The
-    second and later cycles of a schedule go to `profile_<rank>_<cycle>.json`, from 2. Traces are also written after an
-    error. An error of `on_trace_ready` is raised at the end of the block.
+    With `output_trace_dir` every rank writes `profile_<rank>.json` into it, for chrome://tracing or Perfetto. With a
+    schedule, each later cycle has its own file: `profile_<rank>_2.json`, `profile_<rank>_3.json` and so on. Traces are
+    also written after an error. An error of `on_trace_ready` is raised at the end of the block.
 
     Args:
         handler: options of the profiler; None means `ProfileKwargs()`.

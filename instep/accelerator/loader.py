@@ -32,14 +32,14 @@ class AcceleratedLoader:
     Args:
         source: source of the batches.
         gradient: gradient state, into which the loader writes the loop's position.
-        uses: object that reports uses of batches.
+        uses: the Accelerator's `Uses`, which reports that the script has used a batch.
         device: device that batches are moved to; None if batches are not moved.
-        non_blocking: whether the host does not wait for copies from pinned memory.
+        non_blocking: whether the host goes on while batches are copied from pinned memory.
         restore_position: as in `DataLoaderConfiguration`.
         name: name in checkpoints; None for a name made from the data set.
         kind: class that `isinstance` sees; None for the class of the user's loader.
-        optimizers: the prepared optimizers. If there are any, a pass without a batch but with gradients on gives a
-            warning.
+        optimizers: the prepared optimizers. If there are any, a pass that has no batch gives a warning, except under
+            `no_grad`.
 
     Attributes:
         batch_idx: index of the current batch in the epoch, from 0; -1 before the first batch.
@@ -83,13 +83,14 @@ class AcceleratedLoader:
         self._non_blocking = non_blocking
         self._restore_position = restore_position
         self._next_epoch = 0
-        # number of finished batches of the epoch in the loaded state, minus that number in the source; not 0 if a
-        # different number of ranks saved the state, since their batches had other sizes
+        # finished batches of the epoch as the loaded state counts them, minus those as the source counts them; not 0 if
+        # a different number of ranks saved the state, since their batches had other sizes
         self._others = 0
         self._pass: object = None  # identifies the running pass: an iterator of an older pass raises an error
         # position that `load_state` restored; None once the script has used a batch
         self._restored: RestoredPlace | None = None
-        # numbers of batches that the script held, and had not used, at the start of the last pass
+        # number of batches that the script held when it first used one in the last pass, and by how many batches it
+        # reads ahead
         self._held, self._ahead = 1, 0
 
     # ---- attributes of a DataLoader
@@ -125,7 +126,7 @@ class AcceleratedLoader:
         return self._next_epoch if place is None else place.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass. The order of a pass is a function of the seed and the epoch."""
+        """Set the epoch of the next pass. The seed and the epoch decide the order of the samples in a pass."""
         place = self._unused_place()
         if place is not None and place.epoch != epoch:
             # the script has chosen another epoch than the restored one, so drop the restored position
@@ -275,7 +276,7 @@ class AcceleratedLoader:
 
     @property
     def most_kept(self) -> int:
-        """Largest number of batches that a pass keeps, since the script may skip them; see `most_kept`."""
+        """Largest number of batches that a pass keeps for a script that may skip them; see the function `most_kept`."""
         return most_kept(self._gradient.num_steps, self._held)
 
     # ---- checkpoints
@@ -374,7 +375,7 @@ class AcceleratedLoader:
 
 
 class _WithoutFirst:
-    """Wrapper of batches or of a batch sampler that leaves out the first items of each pass: they are read and dropped.
+    """Wrapper of a loader or a batch sampler that reads the first items of each pass, and does not yield them.
 
     Args:
         inner: any iterable; the wrapper also has its attributes.
@@ -422,19 +423,20 @@ def _skip_unprepared(loader: Any, num_batches: int) -> Any:
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Make a loader whose passes leave out the first batches of each epoch.
 
-    The number counts from the epoch's beginning, also after `load_state`: if you skip as many batches as were done,
-    nothing is skipped twice. Pass the number of batches that were done when the state was saved, even if another number
-    of processes saved it. `gather_for_metrics` stays exact: it knows which samples count.
+    `num_batches` counts from the epoch's beginning, also after `load_state`: if 100 batches were done at the save,
+    `skip_first_batches(loader, 100)` begins at batch 100, and not at batch 200. Pass the number that was done at the
+    save, even if another number of processes saved the state. `gather_for_metrics` stays exact: it knows which samples
+    count.
 
     Args:
         loader: a prepared loader. For any other loader, the first batches of each pass are left out.
         num_batches: number of batches to leave out.
 
     Returns:
-        The loader.
+        The new loader.
 
     Raises:
-        SettingError: the number is negative.
+        SettingError: `num_batches` is negative.
 
     Example:
         >>> import torch
@@ -485,8 +487,8 @@ def gather_samples(
 
     Args:
         data: nested tensors, or a list of objects.
-        samples: number of this rank's samples in the current batch; 0 if the rank replays a batch, None outside of a
-            loader.
+        samples: number of this rank's samples in the current batch; 0 if the rank replays a batch, None if unknown, as
+            outside of a loader.
         batch_size: number of samples in a full batch of the loader, if known. Data with this number of rows is cut to
             `samples` rows.
         use_gather_object: as in `Accelerator.gather_for_metrics`.

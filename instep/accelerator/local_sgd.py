@@ -34,7 +34,7 @@ class LocalSGD:
         enabled: whether to average; False leaves the training as it is.
 
     Raises:
-        SettingError: the number of steps is wrong, or ranks hold only parts of the weights.
+        SettingError: `local_sgd_steps` is below 1, or ranks hold only parts of the weights.
         DistributedError: (at an average) ranks took different numbers of steps.
 
     Example:

@@ -28,9 +28,11 @@ class RankLogger(logging.LoggerAdapter):
     """Python's logger with two more arguments in every call, `main_process_only` and `in_order`.
 
     With `main_process_only=True`, the default, only rank 0 logs. With False all ranks log, and each line begins with
-    the rank. With `in_order=True` all ranks log one after the other; this is a collective, whatever the level.
+    the rank. With `in_order=True` all ranks log one after the other. A call with `in_order=True` is a collective, even
+    if its level is not logged.
 
-    Before the process state exists, the rank comes from the launcher's environment, and `in_order` does not wait.
+    Before the process state exists, the rank comes from the launcher's environment variables, and with `in_order` ranks
+    do not wait for each other.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -73,9 +75,9 @@ class RankLogger(logging.LoggerAdapter):
         return msg, kwargs
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time that this rank logs this text through this object.
+        """Log a warning, unless this rank has already logged the same text with this method of this object.
 
-        Only the last thousand different texts are remembered.
+        Only a thousand different texts are remembered, and the text that was logged first is forgotten first.
         """
         text = str(msg) % args if args else str(msg)
         if text not in self._warned:

@@ -42,13 +42,13 @@ def find_executable_batch_size(
     models, optimizers and loaders inside, so that nothing of a failed attempt is kept. All ranks use the same size: if
     one of them runs out of memory, all try again with the next size. A later call begins with the size that worked.
 
-    With several processes, every attempt ends with an agreement of all ranks. If one rank runs out of memory while the
-    other ranks wait for it in a collective of the function, they learn of it only when this collective has timed out;
-    then all ranks raise an error.
+    With several processes, all ranks agree at the end of every attempt whether to try again. If one rank runs out of
+    memory while the other ranks wait for it in a collective of the function, they learn of it only when this collective
+    has timed out; then all ranks raise an error.
 
     Args:
-        function: function with `batch_size` as its first parameter. Leave it out in the decorator with arguments:
-            `@find_executable_batch_size(...)`.
+        function: function with `batch_size` as its first parameter. None: return a decorator, as for
+            `@find_executable_batch_size(starting_batch_size=64)`.
         starting_batch_size: the first size to try, the same on all ranks; samples per process.
         reduce_batch_size_fn: function that takes a size that was too large and returns the next one. Default: half the
             size, so that a power of two stays a power of two.
@@ -179,7 +179,7 @@ def _agree(error: Exception | None, doing: str, size: int) -> tuple[bool, str]:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Release memory of the device, and return one None per object: `model, loss = release_memory(model, loss)`.
+    """Empty the device's cache, and return one None per object: `model, loss = release_memory(model, loss)`.
 
     If a variable of the caller still holds an object, the object's memory is freed when the variable gets another
     value. Then torch can use this memory again, and the next `clear_device_cache()` returns it to the device.

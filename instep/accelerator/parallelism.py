@@ -21,7 +21,7 @@ class ParallelismConfig:
     """Sizes of the dimensions of the process mesh, for `Accelerator(parallelism_config=...)`.
 
     Args:
-        dp_replicate_size: number of groups of processes whose weights are copies of each other.
+        dp_replicate_size: number of copies of the weights. Each copy belongs to its own group of processes.
         dp_shard_size: number of processes that shard the weights.
         tp_size: number of processes that split layers; the model's `parallelize` says how.
         cp_size: number of processes that share a sequence.

@@ -292,7 +292,8 @@ class PreparedRun:
                 streams=config.streams,
             )
         kind = None
-        # the prepared loader has the methods of torchdata's class, even if the data is not read through that class
+        # isinstance must say that the prepared loader is a StatefulDataLoader: it has that class's methods, even if the
+        # data is not read through that class
         if config.use_stateful_dataloader:
             kind = require("torchdata.stateful_dataloader", extra="data", purpose="use_stateful_dataloader=True")
             kind = kind.StatefulDataLoader
@@ -360,9 +361,10 @@ class PreparedRun:
 
     @property
     def main_strategy(self) -> Strategy:
-        """Strategy of the trained model if strategies of this kind train only one model, else that of the first model.
+        """Strategy for facts that all strategies share, such as which part of the data this rank reads.
 
-        It is used for facts that all strategies share, such as which part of the data this rank reads.
+        With DeepSpeed, which trains only one model, it is the strategy of this model. Otherwise it is the strategy of
+        the first prepared model.
         """
         trained = self.plain in self._strategies.values()
         return self.plain if trained else next(iter(self._strategies.values()), self.plain)

@@ -158,7 +158,8 @@ class Opening:
         used: whether one of the first batches was used.
         evaluates: whether a prepared model has run without gradients on a batch of the pass.
         held: how many batches the script held when it first used one.
-        always_ahead: whether the script reads ahead, by one batch less than `held`; None if this is not known yet.
+        always_ahead: whether the script reads ahead, so that it always holds `held` - 1 batches that it has not used;
+            None if this is not known yet.
         outlasts: whether the pass has ended, and the script still holds batches that it may use.
     """
 
@@ -258,9 +259,9 @@ class Opening:
             )
 
     def count_backward(self, models: tuple[int, ...]) -> None:
-        """Count a backward of a group of models.
+        """Count a backward of the models with these ids, which are trained together.
 
-        If models are trained together, each used batch has one backward for all of them.
+        Each batch that the script uses has one such backward.
         """
         self._backwards_of[models] += 1
 
@@ -305,8 +306,8 @@ class Opening:
         if not self.look():
             return False
         self._asked += 1
-        # a script that reads ahead has used a batch since it got the last one; a script that takes several batches at
-        # once has used none
+        # The second request after the first use shows the kind of the script. A script that reads ahead has used a
+        # batch since the request before. A script that takes several batches at once has not.
         if self._asked == 2 and self.held > 1:
             self.always_ahead = self._has_used and not _is_alive(self._given[0])
         if not self._has_used:
@@ -328,7 +329,7 @@ class Opening:
             while kept:
                 raw, source.share = kept.pop(0)
                 batch = self._give(self._moved(raw))
-                del raw  # keep no reference to a batch, which the script may skip
+                del raw  # do not keep the batch in host memory while the script works with the moved batch
                 yield number, batch
                 number += 1
                 self._ask()
@@ -441,7 +442,7 @@ def _ignore(module: nn.Module, args: Any) -> None:
 def most_kept(num_steps: int, held: int) -> int:
     """Return the largest number of batches that a resumed pass keeps, since the script may skip the finished ones.
 
-    A pass without a restored position records so many batches at most, until the script uses one of them.
+    A pass without a restored position records at most this many batches, until the script uses one of them.
 
     Args:
         num_steps: number of batches in an accumulation window.

@@ -415,9 +415,10 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
 
 
 def _places_of_another_world(states: States, saved: SavedRun) -> dict[str, Any]:
-    """Return the states of loaders that have a state per rank, for ranks that cannot load their own saved states.
+    """Return states for the loaders that were saved per rank, for a load on another number or division of ranks.
 
-    Raise CheckpointError if a rank was within an epoch at the save.
+    Every rank gets the states of rank 0, which fit if all ranks were between epochs at the save. If a rank was within
+    an epoch, raise CheckpointError.
     """
     names, world_size = saved.shared["rank_loaders"], saved.shared["world_size"]
     if not names:

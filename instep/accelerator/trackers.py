@@ -39,9 +39,9 @@ class LoggerType(Word):
 class GeneralTracker:
     """Base class of a tracker that gets all values of `accelerator.log`.
 
-    If all values are numbers, a `Logger` offers more. A subclass must have the attributes `name` and
-    `requires_logging_directory`, and the property `tracker`, which is the object that the tracker writes with. Its
-    methods run only on the main process, unless `main_process_only` is False.
+    To log numbers only, derive a class from `Logger` instead, which offers more. A subclass of GeneralTracker must have
+    the attributes `name` and `requires_logging_directory`, and the property `tracker`, which is the object that the
+    tracker writes with. Its methods run only on the main process, unless `main_process_only` is False.
 
     Raises:
         NotImplementedError: the subclass lacks one of the three attributes.
@@ -246,7 +246,7 @@ class Trackers:
     def log(
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Log values. If `step` is None, it is the step after the last one."""
+        """Log values. If `step` is None, it is one more than in the last call."""
         if not isinstance(values, Mapping):
             raise wrong("values", values, "numbers or texts by name, such as {'loss': 0.5}")
         if step is not None and (not isinstance(step, int) or isinstance(step, bool)):

@@ -71,8 +71,8 @@ class Window:
     def set_length(self, num_steps: int) -> None:
         """Change the number of micro-batches of each accumulation window.
 
-        The call returns at once. While a loader runs, the new length is used from the next batch at which a window of
-        the old length and one of the new length would begin.
+        The call returns at once. While a loader runs, the new length is used from the next batch at which a window
+        begins with the old length and also with the new one.
         """
         self._next = num_steps
         if not self.running and self._gradient.sync_gradients:
@@ -181,7 +181,7 @@ class Window:
                 other.batches_done = other.batch_idx + 1
 
     def weight(self) -> float:
-        """Return the weight of a batch's mean loss in its accumulation window, for a mean over all ranks' samples."""
+        """Return the factor for a batch's mean loss that makes the window's gradient a mean over all ranks' samples."""
         if not self._inside:
             self._look()
             if self._next is not None:
@@ -198,7 +198,7 @@ class Window:
         return window_scale(loader.source, index, num_steps)
 
     def weigh_items(self, num_items: Tensor | float) -> Tensor | float:
-        """Return the factor of a loss that is a mean over `num_items`.
+        """Return the factor for a loss that is a mean over `num_items`.
 
         The gradients are divided later by the total number of items in the accumulation window.
         """
@@ -233,7 +233,7 @@ class Window:
         return 0.0 if replays else num_items
 
     def weigh_plainly(self) -> float:
-        """Return the factor of a loss for which `backward` got no `num_items`."""
+        """Return the factor for a loss that `backward` got without `num_items`."""
         if not self._inside:
             self._items = None  # items are counted only inside `accumulate`, so this count is left from an earlier loop
         elif self._items is not None:
@@ -356,7 +356,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._corrected = self._stepped = False
 
     def begin_window(self, abandoned: bool) -> None:
-        """Begin a new accumulation window; drop gradients that an abandoned one or a refused `zero_grad` has left."""
+        """Begin a new window; drop gradients that are left from an abandoned window or a `zero_grad` without effect."""
         if self._open and (abandoned or self._refused):
             self._zero()
         self._open = self._refused = self._corrected = False
@@ -409,7 +409,7 @@ class AcceleratedScheduler:
             optimizer has skipped a step.
         gradient: gradient state, which says whether the window ends.
         window: accumulation window, which knows how many batches the last step took.
-        step_with_optimizer: whether the scheduler steps only with its optimizer. False passes every call of `step` on.
+        step_with_optimizer: whether the scheduler steps only with its optimizer. If False, every call of `step` steps.
     """
 
     def __init__(

@@ -38,9 +38,9 @@ class ActivationCheckpointing(Callback):
             and collectives, so that only cheap operations run again; or a list of torch's operators. An operator that
             draws random numbers always runs again.
         context_fn: used instead of `save`; a function as for `torch.utils.checkpoint.checkpoint`.
-        memory_budget: used instead of all other arguments, for a compiled module: the share of the activations that the
-            compiler may keep, from 0.0 (the inputs of each graph) to 1.0 (all). The compiler chooses the
-            operations that run again, by their cost.
+        memory_budget: the share of the activations that the compiler of a compiled module may keep, from 0.0 (the
+            inputs of each graph) to 1.0 (all). The compiler chooses the operations that run again, by their cost. No
+            other argument may be given then.
 
     Raises:
         SettingError: a setting is wrong or contradicts another one. When training starts: no part is found, parts are
@@ -97,7 +97,7 @@ class ActivationCheckpointing(Callback):
                 `torch.compile` or by `prepare`.
 
         Returns:
-            An object whose `close()`, or whose end as a `with` block, undoes the change. Undoing is optional.
+            A context manager: its `close()`, or the end of its `with` block, undoes the change. Undoing is optional.
 
         Raises:
             SettingError: the module has no such parts, or the parts are recomputed already.
@@ -204,7 +204,10 @@ def _not_compiled(budget: float) -> UsageError:
 
 
 def recomputed(subject: Any, words: Sequence[str]) -> Any:
-    """Return a copy of a memory estimate's subject whose module recomputes activations; `words` as in `from_words`."""
+    """Return a copy of a memory estimate's subject; its `make` returns a module that recomputes activations.
+
+    `words` are as in `from_words`.
+    """
     checkpointing = from_words(words)
 
     def make() -> nn.Module:

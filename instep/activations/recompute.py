@@ -37,7 +37,7 @@ _MARK = "_recomputed"
 
 
 def contexts_of(save: Any) -> ContextFunction | None:
-    """Return torch's contexts in which the results of some operations are kept and all other operations run again.
+    """Return a function that makes torch's contexts, in which some results are kept and other operations run again.
 
     Args:
         save: "ops" for matrix products, convolutions, attention and collectives; or a list of torch's operators, such
@@ -93,7 +93,7 @@ def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Cal
     be kept.
 
     Args:
-        part: module whose forward is replaced; hooks of this module itself run once.
+        part: module whose forward is replaced. Hooks of this module run once, hooks of its submodules in both forwards.
         context_fn: function that returns torch's contexts for both forwards, such as the result of `contexts_of`.
 
     Returns:
@@ -141,12 +141,12 @@ def _forward(
     if not torch.compiler.is_compiling():
         norms = [each for each in part.modules() if isinstance(each, _NormBase) and each.track_running_stats]
         powers = list(_powers_of(part))
-        # compiled code does not come here, since its second forward changes no buffer
+        # compiled code needs none of this, since its second forward changes no buffer
         if norms or powers:
             context_fn = partial(_contexts, norms, powers, context_fn or noop_context_fn)
     elif context_fn is None and any(hasattr(parameter, "device_mesh") for parameter in part.parameters()):
-        # With a device mesh and a random generator, torch 2.13 saves results in the wrong order, so attention runs only
-        # once.
+        # Keep the results of attention, so that it runs only once: with a device mesh and a random generator, torch
+        # 2.13 saves results in the wrong order.
         context_fn = _keeping(_operators("aten", _ATTENTION))
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     if kwargs:  # passed by `partial`, since one of them may have the name of an option of `checkpoint`

@@ -278,7 +278,7 @@ def infer_auto_device_map(
         no_split_module_classes: names of classes whose modules are not split, such as blocks with a residual
             connection.
         dtype: dtype to which floating-point tensors are converted when they are loaded; None: their own dtypes.
-        special_dtypes: dtypes of single tensors, by full name; they count more than `dtype`.
+        special_dtypes: dtypes of single tensors, by full name, in place of `dtype`.
         verbose: whether each step is printed.
         clean_result: whether a module whose parts are all on one device gets one entry.
         offload_buffers: whether buffers of offloaded layers are offloaded too. If not, all buffers are on an
@@ -356,7 +356,7 @@ class _Plan:
             device: the device.
             limit: bytes of the device; None if it has no limit.
             keeps_room: whether the device keeps room for the largest layer that comes later.
-            fallback: whether the device gets another part if the first one does not fit.
+            fallback: whether a device that is too small for the first part gets a later part that fits.
         """
         used = reserve = 0
         while self.left:

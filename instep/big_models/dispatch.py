@@ -296,14 +296,17 @@ def _indexed(index: Mapping[str, Mapping[str, str]]) -> dict[str, Stored]:
 
 
 class _InputsHook(AlignDevicesHook):
-    """Hook of a whole model: moves inputs to the device of its first module, and outputs back to the inputs' device."""
+    """Hook of a whole model that moves inputs to the model's main device, and outputs back to the inputs' device."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module
 
 
 class _Dispatched:
-    """State of a dispatched model, which completes the state dict, and raises if the model is moved or changed.
+    """Changes to a dispatched model, which `undo` takes back.
+
+    `state_dict` gets the offloaded weights. Moving or converting the model raises, and so does loading other values
+    into offloaded weights.
 
     Args:
         model: the model.
@@ -328,7 +331,7 @@ class _Dispatched:
         ]
 
     def undo(self) -> None:
-        """Make the model an ordinary one again; its modules keep their hooks."""
+        """Take these changes back. The modules keep their hooks, which `remove_hook_from_module` removes."""
         own = vars(self._model)
         for name in (*_MOVES, "_apply", "hf_device_map", DISPATCHED):
             own.pop(name, None)
@@ -456,7 +459,8 @@ def disk_offload(
 
     Args:
         model: the model, changed in place.
-        offload_dir: folder for an ordinary safetensors file. A folder that holds another model is refused.
+        offload_dir: folder into which the weights are written, as one safetensors file. A folder that holds another
+            model is refused.
         execution_device: device where modules compute; None: the device of the first weight.
         offload_buffers: whether buffers are offloaded too.
         preload_module_classes: as for `dispatch_model`.
@@ -520,10 +524,10 @@ def cpu_offload_with_hook(
     Args:
         model: the model, changed in place.
         execution_device: device where the model computes; None: the accelerator, if there is one.
-        prev_module_hook: hook of another model, which leaves the device when this model comes to the device.
+        prev_module_hook: hook of another model. That model leaves the device when this one comes to the device.
 
     Returns:
-        The model, and the hook, whose `offload()` brings the model back.
+        The model, and the hook, whose `offload()` brings the model back to main memory.
 
     Example:
         >>> first, first_hook = cpu_offload_with_hook(nn.Linear(2, 2))

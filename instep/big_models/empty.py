@@ -80,7 +80,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 class _Block:
-    """One `with init_on_device(...)` block: the device for parameters, and the new object of each moved one.
+    """One `with init_on_device(...)` block: the device for parameters, and the new object of each moved parameter.
 
     A tied parameter is moved once, so that it stays one object.
     """

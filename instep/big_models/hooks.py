@@ -174,7 +174,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Source: the function of this name in Hugging Face Accelerate.
     """
     subject: Any = module
-    # Read from the module's own `vars`, since an outer module may return the inner module's attribute.
+    # Read `vars`, since `getattr` of a module that wraps another may return the attribute of the inner module.
     before = vars(subject).get("_hf_hook")
     if before is not None:
         _detach(module)
@@ -264,7 +264,8 @@ class _Slot:
                 swap_tensors(holder[leaf], self.empty)
                 self.empty = holder[leaf]
         self._there: Tensor | None = None  # the weight in the module during a forward
-        self._value: Tensor | None = None  # value in the map of weights from which `_kept` was made
+        # the weight that is kept for the next forward, and the value in the map of weights from which it was made
+        self._value: Tensor | None = None
         self._kept: Tensor | None = None
         # The value from which the weight was made last. If the map of weights returns it again, the weight is kept.
         self._seen: ref[Tensor] | None = None
@@ -301,8 +302,8 @@ class _Slot:
         if kept is None:
             there = value if device is None or value.device == device else value.to(device)
             kept = tensor_like(self.empty, there)
-            # The weight is kept for the next forward only if it takes no extra memory, because the map of weights
-            # holds its value anyway.
+            # Keep the weight for the next forward only if this takes no extra memory: it is the value itself, and the
+            # map of weights holds the value anyway.
             stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
             self._value, self._kept = (value, kept) if stays else (None, None)
             self._seen = ref(value)
@@ -316,7 +317,7 @@ class _Slot:
         return {**vars(self), **nothing}  # a copy of the module reads its weights from the map
 
     def unload(self) -> None:
-        """Replace the weight in the module by its placeholder on the meta device."""
+        """Put the placeholder back in place of the loaded weight, unless the user has set another weight there."""
         there, holder, leaf = self._there, self.holder, self.leaf
         if there is not None and holder.get(leaf) is there:
             holder[leaf] = self.empty
@@ -465,7 +466,7 @@ class AlignDevicesHook(ModelHook):
         for slot in self._slots:
             assert self.weights_map is not None
             value = self.weights_map[slot.name]
-            # A weight that was never copied to a device stays where it is: in memory, or mapped from a file.
+            # If the weight was on the meta device before the hook, its value stays in memory or mapped from its file.
             slot.load(value, None if slot.original == _META else slot.original)
             made = slot.holder[slot.leaf]
             # Tied weights become one parameter again.
@@ -593,7 +594,7 @@ class Prefixed(Mapping[str, Tensor]):
 
 
 class ForwardHook(ModelHook):
-    """Hook of a whole model with offloaded weights that counts its forwards."""
+    """Hook of a whole model with offloaded weights that counts the model's running forwards."""
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         count_forwards(1)
@@ -608,7 +609,7 @@ class ForwardHook(ModelHook):
 
 
 class FirstLayerHook(ModelHook):
-    """Hook of torch's encoder, which reads weights of its first layer to choose between two algorithms."""
+    """Hook of torch's TransformerEncoder that loads the weights of its first layer, which the encoder itself reads."""
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for hook in self._hooks(module):
@@ -710,7 +711,7 @@ def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevice
 
 
 def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
-    """Return whether a module reads weights of submodules without calling them, so it needs all weights at once."""
+    """Return whether a module reads weights of submodules without calling them; it then needs all weights at once."""
     return type(module).__name__ in classes or isinstance(module, _READ_WITHIN)
 
 
@@ -722,7 +723,7 @@ class CpuOffload(ModelHook):
 
     Args:
         execution_device: device where the model computes; None: the accelerator if there is one, else the CPU.
-        prev_module_hook: hook of another model, which leaves the device when this model comes to the device.
+        prev_module_hook: hook of another model. That model leaves the device when this one comes to the device.
 
     Example:
         >>> model = add_hook_to_module(nn.Linear(2, 2), CpuOffload("cpu"))

@@ -30,7 +30,8 @@ def is_repository(name: PathLike) -> bool:
 def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
     """Download `config.json` and the weights of a hub repository, all of one commit, into the hub's cache.
 
-    The server is not asked for a list of files: their names are standard, or are in the index, and are then checked.
+    The server is not asked for a list of files. Files of weights have standard names, or an index names them; names in
+    an index are checked.
 
     Args:
         repo_id: name of the repository, such as "user/model".

@@ -62,11 +62,11 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model, each weight to its device. To run a divided model, call `dispatch_model` then.
 
-    Without a device map, weights that the model has are read into their memory, and those on the meta device get memory
-    of their own. But inside a block that builds modules without values (`init_empty_weights`; `configure_model` under
+    Without a device map, a weight that has values is overwritten in its memory, and a weight on the meta device gets
+    new memory. But inside a block that builds modules without values (`init_empty_weights`; `configure_model` under
     `FSDPStrategy(meta_init=True)`) weights stay on the meta device, and their places in the files are recorded. After a
-    strategy has placed the module, it reads these weights, each rank only its own part, and initializes weights that
-    the checkpoint lacks.
+    strategy has placed the module, it reads these weights, each rank only its own part. It initializes weights that are
+    added to the module after this call, such as those of adapters.
 
     With a device map, a weight on "cpu" is memory-mapped from its file and read now. A weight on "disk" stays on the
     meta device, and is read when it is used. Mapped weights take no anonymous memory, and a change in place stays in
@@ -84,7 +84,8 @@ def load_checkpoint_in_model(
             another dtype, and weights of a pickled file. The folder is used again for the same model and checkpoint,
             and refused for others.
         dtype: dtype of floating-point weights; None: the model's own.
-        offload_state_dict: has no effect, since no weight is ever in memory twice; for scripts that set it.
+        offload_state_dict: accepted for scripts that set it, and without effect, since no weight is ever in memory
+            twice.
         offload_buffers: whether buffers of modules on "disk" stay on the disk too.
         keep_in_fp32_modules: names of modules, or last parts of them, whose weights are float32 whatever `dtype` says.
         offload_8bit_bnb: must be False: `load_and_quantize_model` offloads 8-bit weights.
@@ -151,7 +152,7 @@ def load_checkpoint_in_model(
 
 
 def _check_flags(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_in_vain: bool) -> None:
-    """Check arguments of `load_checkpoint_in_model` that exist for compatibility and have no effect here."""
+    """Raise SettingError for values of `load_checkpoint_in_model`'s arguments that Accelerate allows and instep not."""
     refused = {
         "offload_8bit_bnb=True": offload_8bit_bnb and "load_and_quantize_model offloads 8-bit weights itself: use that",
         "full_state_dict=False": not full_state_dict
@@ -286,7 +287,7 @@ def open_checkpoint(checkpoint: Location) -> Source:
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or no weights in it.
         CorruptCheckpointError: the checkpoint is damaged.
-        CheckpointError: the checkpoint cannot be read without running code, or leads out of its folder.
+        CheckpointError: the checkpoint cannot be read without running code, or a link leads out of its folder.
     """
     path = to_path(checkpoint)
     named = isinstance(checkpoint, str) and is_repository(checkpoint) and path.suffix not in _FILES
@@ -303,7 +304,7 @@ def open_checkpoint(checkpoint: Location) -> Source:
     main = _main_file(path) if path.is_dir() else path
     try:
         weights = stored_weights(main)
-    except CheckpointNotFoundError as error:  # for a folder, this error mentions only checkpoints of runs
+    except CheckpointNotFoundError as error:  # this error mentions only checkpoints of runs, so name the other files
         raise CheckpointNotFoundError(
             f"{error}; and no {SAFE} or {SAFE_INDEX}, {PICKLED} or {PICKLED_INDEX}. Give the path of the weights.",
             path=path,
@@ -419,7 +420,7 @@ def _match(model: nn.Module, source: Source, strict: bool, later: bool) -> list[
         model: the model.
         source: the checkpoint's weights.
         strict: as for `load_checkpoint_in_model`.
-        later: whether weights without values may get their values later.
+        later: has no effect.
     """
     groups: dict[int, tuple[Tensor, list[str]]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -530,7 +531,7 @@ def _defer(model: nn.Module, weights: Iterable[_Weight]) -> list[_Weight]:
 def _offload(
     model: nn.Module, source: Source, weights: Iterable[_Weight], folder: PathLike | None
 ) -> dict[str, Stored]:
-    """Find or write the files from which weights on the disk are read; return the stored weights under all names."""
+    """Find or write the files of weights whose device is "disk"; return the stored weights under all their names."""
     found: dict[str, Stored] = {}
     written: dict[str, Stored] = {}
     lying = [weight for weight in weights if weight.device == DISK]
@@ -556,7 +557,10 @@ def _offload(
 
 
 def _ahead(weights: Iterable[_Weight], in_place: bool) -> Iterator[tuple[_Weight, Tensor | None]]:
-    """Yield weights in the order of their files, mapped if possible, while the disk reads ahead."""
+    """Yield the weights with this value of `in_place`, each with its mapped value or None, in the order of their files.
+
+    While the caller uses a weight, the disk reads later ones.
+    """
     windows: list[list[tuple[_Weight, Tensor | None]]] = [[]]
     room = _AT_ONCE
     for weight in sorted(weights, key=lambda weight: weight.place):

@@ -40,8 +40,8 @@ class WeightsMap(Mapping[str, Tensor]):
     """Weights by full name, in memory or in files.
 
     A mapped weight is always the same tensor: it takes no anonymous memory, and getting it costs nothing. Tied names
-    give the same object. A weight that cannot be mapped (in parts of several ranks, or in an object store) is read
-    again each time, unless `staged` has it.
+    give the same object. A weight cannot be mapped if its parts are in files of several ranks, or if it is in an object
+    store. Such a weight is read again each time, unless `staged` has it.
 
     Args:
         stored: for each name a tensor, or an object that reads one.
@@ -122,7 +122,8 @@ def offload_weights(
         folder: the folder, which is created if it is missing.
         shapes: shapes of all parameters and buffers of the model, by name, by which the model is recognized again.
         weights: the weights to offload, by full name.
-        source: identity of the checkpoint that the values come from; "memory": the weights are written in any case.
+        source: identity of the checkpoint that the values come from. With "memory", the values come from no checkpoint,
+            and are written even if the folder has weights of this model.
 
     Returns:
         The same weights, as stored in the folder.
@@ -166,7 +167,7 @@ def open_offload_folder(folder: PathLike, shapes: Mapping[str, Iterable[int]]) -
 
 
 def _opened(path: Path, note: Mapping[str, str]) -> dict[str, LazyTensor]:
-    """Open the file of an offload folder if it was made for these weights."""
+    """Open the file of an offload folder; raise CheckpointError if its header does not have the entries of `note`."""
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link, and is not read. Give another offload_folder.", path=path)
     with reading(path, "is no file of an offload folder"):

@@ -251,7 +251,7 @@ class _Pipeline:
         return _Trace(pipe, size, called.output(), self.state, self._here)
 
     def _here(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a weight on this rank's device; not a copy if the model or a mapped file has it on this device."""
+        """Return a weight on this rank's device, without a copy if the model or a mapped file has it there already."""
         name = self._first_names.get(name, name)
         if name not in self._weights:
             place = self._places.get(name)
@@ -379,7 +379,7 @@ class _Trace:
 
 
 def _filled(tensor: Tensor, rows: int) -> Tensor:
-    """Repeat the last row of a tensor until it has `rows` rows."""
+    """Pad a batch to `rows` rows with copies of its last row, so that it has whole micro-batches."""
     return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
 
 

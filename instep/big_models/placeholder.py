@@ -55,9 +55,10 @@ class Placeholder:
     """Tensor on the meta device that stands for an offloaded weight; it is a mixin for the weight's class.
 
     Reading its shape, dtype and the like costs nothing. Its device is the weight's device while the model computes,
-    else the meta device. If a torch function gets a placeholder, the value is read for that call, so code outside of
-    the weight's module gets the results of a whole model. Changing the value raises. So does code that does not go
-    through torch's functions, since torch's kernels would compute with a meta tensor, or return uninitialized memory.
+    else the meta device. If a torch function gets a placeholder, the value is read for that call. So code outside of
+    the weight's module gets the same results as without offloading. Changing the value raises. So does code that does
+    not go through torch's functions, since torch's kernels would compute with a meta tensor, or return uninitialized
+    memory.
     """
 
     offloaded_class: type[Tensor]
@@ -192,7 +193,7 @@ def _class_of(kind: type[Tensor]) -> Any:
 
 
 def _property(func: Any) -> str:
-    """Return the name of the tensor property that an accessor function reads."""
+    """Return the name of the tensor property that an accessor function reads, sets or deletes."""
     owner = func.__self__
     return getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
 

@@ -131,9 +131,10 @@ class _Read:
 
 
 class _Work:
-    """Work of the thread: reading a block. It does not refer to the `Prefetcher`, so that this can be deleted.
+    """Work of the thread: reading a block.
 
-    The deletion of the `Prefetcher` stops the thread.
+    This object does not refer to the `Prefetcher`, so the `Prefetcher` can be deleted while the thread runs. Its
+    deletion stops the thread.
     """
 
     def __init__(self, weights: WeightsMap, blocks: list[tuple[str, ...]], devices: list[torch.device]) -> None:

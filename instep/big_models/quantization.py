@@ -226,14 +226,14 @@ def load_and_quantize_model(
         weights_location: file, index or folder of floating-point weights, or of a model that was quantized with the
             same configuration. None: the model's own weights.
         device_map: devices of the modules: a device for all of them as `{"": "cuda:0"}`, a dict of names, or "auto",
-            "balanced", "balanced_low_0", "sequential". None: the current accelerator, or else the CPU. Modules that a
-            dict has on "disk", or on "cpu" beside an accelerator, are not quantized.
+            "balanced", "balanced_low_0", "sequential". None: the current accelerator, or else the CPU. If a dict puts a
+            module on "disk", or on "cpu" while others are on an accelerator, the module is not quantized.
         no_split_module_classes: names of classes whose modules stay on one device.
         max_memory: device -> bytes or a text such as "10GB", for maps such as "auto".
         offload_folder: folder for modules on "disk" whose weights have another dtype in the checkpoint; weights of
             other modules are read from the checkpoint.
-        offload_state_dict: has no effect, since there is no state dict of all weights to offload; for scripts of
-            Accelerate.
+        offload_state_dict: accepted for scripts of Accelerate, and without effect, since there is no state dict of all
+            weights to offload.
         bnb_quantization_config: Accelerate's name of `quantization_config`.
 
     Returns:
@@ -410,7 +410,7 @@ class _Weights:
         return value if isinstance(value, Tensor) else value.read()
 
     def others(self, config: Any, place: _Places, folder: PathLike | None) -> dict[str, Tensor]:
-        """Read all tensors except weights of quantized layers, with their dtypes and devices; tied tensors once.
+        """Read all tensors except weights of quantized layers, and bring each to its dtype and device; tied ones once.
 
         Args:
             config: configuration of the quantization.

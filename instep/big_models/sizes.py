@@ -14,7 +14,8 @@ from instep.checkpoint.tensors import dtype_from_name
 from instep.errors import SettingError
 
 Dtype = torch.dtype | str
-# Quantizations without a torch dtype: bitsandbytes' 4-bit types have a float32 scale for 64 elements.
+# Bits per element of quantizations without a torch dtype. bitsandbytes' 4-bit types have a float32 scale for each 64
+# elements.
 _BITS = {"fp8": 8, "fp4": 4 + 32 / 64, "nf4": 4 + 32 / 64}
 
 
@@ -105,7 +106,7 @@ def compute_module_sizes(
     Args:
         model: any module; its tensors may be on the meta device.
         dtype: dtype to which floating-point tensors are converted when they are loaded; None: their own dtypes.
-        special_dtypes: dtypes of single tensors, by full name; they count more than `dtype`.
+        special_dtypes: dtypes of single tensors, by full name, in place of `dtype`.
         buffers_only: whether to count buffers only.
 
     Raises:

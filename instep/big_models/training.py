@@ -94,7 +94,7 @@ def _device(hook: AlignDevicesHook) -> torch.device:
 
 
 def _is_copied(hook: AlignDevicesHook) -> bool:
-    """Return True if a forward copies weights to the device, since the graph keeps the copies until the backward."""
+    """Return True if each forward copies weights to the device; the graph would keep the copies until the backward."""
     weights: Any = hook.weights_map
     for name in hook.names:
         first = weights[name]

@@ -115,7 +115,8 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: the metric's name.
-        min_delta: smallest change that counts as an improvement (the change must be larger), in the metric's unit.
+        min_delta: a value counts as an improvement if it is better than the best value by more than this number, which
+            is in the metric's unit.
         patience: stop after this many checks in a row without improvement.
         verbose: print every improvement, and the reason of a stop.
         mode: "min" or "max": which way is better.

@@ -38,10 +38,10 @@ class LearningRateMonitor(Callback):
     Attributes:
         lrs: lists of the learning rates that were logged in this fit, by name; a list keeps at least the last ten
             thousand rates.
-        last_momentum_values: the momenta that were logged last, by name; None before the first log, and without
-            `log_momentum`.
-        last_weight_decay_values: the weight decays that were logged last, by name; None before the first log, and
-            without `log_weight_decay`.
+        last_momentum_values: logged name -> the momentum that was logged last. A value is None before the first log,
+            and without `log_momentum`.
+        last_weight_decay_values: logged name -> the weight decay that was logged last. A value is None before the first
+            log, and without `log_weight_decay`.
 
     Raises:
         SettingError: `logging_interval` is unknown. (When training starts:) there is no logger, or two groups of an

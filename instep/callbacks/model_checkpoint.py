@@ -73,7 +73,7 @@ class ModelCheckpoint(Callback):
     """Save checkpoints, and delete old checkpoints when a newer one has been verified.
 
     A checkpoint is a folder, which appears only when it is complete. The main process decides for all ranks what to
-    save and to delete. Without `monitor`, only the newest checkpoint is kept (`save_top_k=1`), or all are (-1).
+    save and to delete. Without `monitor`, `save_top_k` is 1 (keep the newest checkpoint), -1 (keep all) or 0.
 
     Args:
         dirpath: folder to save in, or a URL such as "s3://bucket/run"; by default `checkpoints/` in the run folder.
@@ -85,11 +85,11 @@ class ModelCheckpoint(Callback):
             save is due, and at the end of fit. None: a run that can resume by itself (`ckpt_path="auto"` or "last", or
             a launcher that restarts it) keeps its newest full state in one additional checkpoint, which is saved
             whenever a save of any ModelCheckpoint is due; other runs have no additional checkpoint. False: never keep
-            the newest checkpoint for itself, so that a run resumes from the best checkpoint after a crash.
+            a checkpoint only because it is the newest. After a crash, the run resumes from one that `save_top_k` keeps.
         save_top_k: number of best checkpoints to keep; -1 for all, 0 for none.
         save_on_exception: save when the run fails; with several processes only if all of them reach the save. An
-            optimizer step may be half done, so "auto", "last" and "best" do not resume from this checkpoint, but
-            its path does. No older checkpoint is deleted for it.
+            optimizer step may be half done, so `ckpt_path="auto"`, "last" and "best" ignore this checkpoint; to resume
+            from it, give its path. No older checkpoint is deleted for it.
         save_weights_only: save only the weights, without the state that a resumed run needs.
         mode: "min" or "max": whether a smaller or a larger value of the metric is better.
         auto_insert_metric_name: write "val_loss=0.25" rather than "0.25" into names.
@@ -98,7 +98,7 @@ class ModelCheckpoint(Callback):
             first validation.
         train_time_interval: save whenever this time has passed, by the main process's clock.
         every_n_epochs: save every n epochs; when saving after validations, after each validation of every n-th epoch.
-            It is 1 if neither this, `every_n_train_steps` nor `train_time_interval` is given; 0 turns it off.
+            None: 1 if neither `every_n_train_steps` nor `train_time_interval` is given, otherwise 0. 0 turns it off.
         save_on_train_epoch_end: save at the end of training epochs (True) or after validations (False). None: at the
             end of training epochs if each has one validation or there is no validation, otherwise after validations.
         enable_version_counter: an argument of Lightning's; it has no effect, since no checkpoint is ever overwritten.
@@ -116,7 +116,7 @@ class ModelCheckpoint(Callback):
     Attributes:
         best_model_path: path of the best checkpoint, or of the newest one without `monitor`. "" if there is none.
         best_model_score: score of the best checkpoint, a 0-dim tensor; None if there is none.
-        current_score: the score of the checkpoint that was ranked last.
+        current_score: the score of the newest checkpoint that has a score; None if there is none.
         last_model_path: path of the newest checkpoint that this callback has saved, or that the run resumed from.
 
     Raises:
@@ -192,7 +192,7 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(not several)
         self.save_on_train_epoch_end = save_on_train_epoch_end
         if self.every_n_train_steps or train_time_interval is not None:
-            # The hook is set only here, so that other ModelCheckpoints cost no call at each step.
+            # Set the hook only if it is needed: a ModelCheckpoint that saves by epoch then costs no call at each step.
             self.on_train_batch_end = self._after_batch
         self.keep = keep
         self.policy = _policy(keep, monitor, mode, save_top_k)
@@ -303,7 +303,10 @@ class ModelCheckpoint(Callback):
 
     @property
     def settled_step(self) -> int:
-        """The last step that needs no save: it was saved, resumed from, or not worth a save. 0 if there is none."""
+        """The last step that needs no save; 0 if there is none.
+
+        It was saved, or the run resumed from it, or a save was due but the policy would not have kept the checkpoint.
+        """
         last = 0 if self._position_saved is None else int(self._position_saved["global_step"])
         return max(last, self._last_step_saved, *(saved.step for saved in self.saved), 0)
 
@@ -334,7 +337,7 @@ class ModelCheckpoint(Callback):
             # If this callback saved the checkpoint that the run resumes from, no other save is due at its step.
             if about.get("saver") == self.state_key:
                 self._last_step_saved = trainer.global_step
-                # If the checkpoint was saved without a ranking, the validation that logs its metric is still to come.
+                # A checkpoint without a ranking is not judged yet: the validation that logs its metric comes later.
                 if self.monitor is None or about.get("ranked"):
                     self._last_step_judged = trainer.global_step
         self._start_clock(trainer)
@@ -402,7 +405,7 @@ class ModelCheckpoint(Callback):
         for store in map(trainer.saver.store, self._folders):
             found += store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
-        self.saved = [saved for saved in self.saved if saved.key not in listed]  # the listed checkpoints follow below
+        self.saved = [saved for saved in self.saved if saved.key not in listed]  # added again below
         for info in found:
             about, key = info.manifest.info, str(info.path)
             score = about.get("score")  # None if the monitored metric was nan
@@ -421,7 +424,7 @@ class ModelCheckpoint(Callback):
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         at = trainer.position
         if at.batch != at.window_batch:
-            return  # gradients are being accumulated, and a run cannot resume in between
+            return  # a run cannot resume within an accumulation window
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:
@@ -550,7 +553,7 @@ class ModelCheckpoint(Callback):
         about = {"saver": self.state_key, "monitor": self.monitor, "mode": self.mode, "score": new.score}
         try:
             pending = trainer.saver.save(self.own_folder, name, ranked=score is not None, **how, **about)
-        except Exception as error:  # noqa: BLE001  it is the same on all ranks, of whatever kind it is here
+        except Exception as error:  # noqa: BLE001  any error: a failed save raises an error on all ranks
             self._fail(trainer, error, must)
             return
         self._pending, self._position_saved = (pending, new), trainer.position.reached
@@ -573,7 +576,7 @@ class ModelCheckpoint(Callback):
         reached, self._position_saved = self._position_saved, None
         try:
             path = trainer.saver.finish(pending)
-        except Exception as error:  # noqa: BLE001  `_fail` decides
+        except Exception as error:  # noqa: BLE001  `_fail` raises it or gives a warning
             if pending.path is not None:  # the save worked, but a later action failed
                 self._record(trainer, pending.path, new)
                 # If `pending.error` is set, deleting failed: old checkpoints stay in the list. If not, a logger failed.

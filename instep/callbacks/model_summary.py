@@ -160,7 +160,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
             has an `example_input_array` (a tensor, the list of `forward`'s arguments, or a dict of them), its forward
             runs once, in eval mode and without gradients, to find the sizes of inputs and outputs and the number of
             operations. Otherwise there is no forward pass.
-        max_depth: depth of the modules that get a row: 1: the children; 0: none; -1: all modules.
+        max_depth: modules up to this depth get a row (1: only the children); 0: none; -1: all modules.
 
     Returns:
         The table's rows and the totals.
@@ -299,7 +299,7 @@ class ModelSummary(Callback):
     print it in another way.
 
     Args:
-        max_depth: depth of the modules that get a row: 1: the children; 0: totals only; -1: all modules.
+        max_depth: modules up to this depth get a row (1: only the children); 0: totals only; -1: all modules.
         **summarize_kwargs: passed on to `summarize`.
 
     Raises:
@@ -365,7 +365,7 @@ class RichModelSummary(ModelSummary):
     """A `ModelSummary` that always prints a rich table, also where the output is not a terminal.
 
     Args:
-        max_depth: depth of the modules that get a row: 1: the children; 0: totals only; -1: all modules.
+        max_depth: modules up to this depth get a row (1: only the children); 0: totals only; -1: all modules.
         **summarize_kwargs: passed on to `summarize`, which uses `header_style`: a rich style for the table's header.
 
     Example:

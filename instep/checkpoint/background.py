@@ -224,7 +224,7 @@ class BackgroundSaver:
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # deleted, since `job` refers to the buffers
+        del job  # otherwise `job` would keep released buffers in memory while the thread waits
 
 
 def _drop_cached(folder: Path) -> None:
@@ -251,7 +251,7 @@ class HostBuffers:
         return sum(block.size for block in self._blocks.values())
 
     def copy(self, file: str, tensors: Sequence[Tensor]) -> memoryview:
-        """Copy tensors, without gaps between them, into the block of a file, whose earlier content is overwritten.
+        """Copy tensors, without gaps between them, into the memory block of a file; overwrite the block's old content.
 
         CUDA tensors are copied to pinned memory on a separate stream, without waiting: call `wait` before you read the
         result. Later work on the device waits for the copies, so the tensors may be changed after this call.
@@ -344,14 +344,17 @@ class Recorder(BaseWriter):
         self.put(name, head, self._buffers.copy(name, list(stored.values())))
 
     def replay(self, writer: Writer) -> None:
-        """Write the copied files by a Writer. Callable from any thread."""
+        """Write the copied files with `writer`. Callable from any thread."""
         self._buffers.wait()
         for name, content in self._content.items():
             writer.put(name, *content)
 
 
 class _Block:
-    """Memory that forked processes do not inherit: otherwise the first write to a page after a fork copies the page."""
+    """Host memory that forked processes do not inherit.
+
+    If they did, the first write to each page after a fork would copy the page.
+    """
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size
@@ -360,12 +363,11 @@ class _Block:
         if hasattr(mmap, "MADV_DONTFORK"):
             self.memory.madvise(mmap.MADV_DONTFORK)
         self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
-        # The system may limit how much memory can be pinned. Copies to memory that is not pinned make the host wait,
-        # but are correct.
+        # If the system refuses to pin the memory, copies to it are still correct, but make the host wait.
         self._cuda: Any = torch.cuda.cudart() if pinned else None
         if pinned and int(self._cuda.cudaHostRegister(self.content.data_ptr(), len(self.memory), 0)) != 0:
             self._cuda = None
-            with suppress(RuntimeError):  # this call raises CUDA's last error, so that no later one does
+            with suppress(RuntimeError):  # this call raises CUDA's stored error, and clears it for later calls
                 torch.zeros(1, device="cuda")
 
     def close(self) -> None:

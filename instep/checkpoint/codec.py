@@ -30,7 +30,8 @@ from instep.utils.seed import check_bit_generator, check_python, check_torch
 from instep.utils.untrusted_files import MOST_DEPTH
 
 TAG = "$"
-_MOST_OPEN = MOST_DEPTH // 3 - 5  # one level of a state becomes up to three levels of JSON: object, list of pairs, pair
+# Largest number of containers within each other. One becomes up to three levels of JSON: object, list of pairs, pair.
+_MOST_OPEN = MOST_DEPTH // 3 - 5
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 _PURE_PATHS: dict[str, type[PurePath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
 _ARRAY_KINDS = "biufc"  # `dtype.kind` of numpy arrays that become tensors, if torch has the dtype

@@ -1,4 +1,7 @@
-"""Describe the checkpoints in a folder by plain dicts, for the command line. Importing this module imports torch."""
+"""Describe the checkpoints in a folder by plain dicts, for the command line.
+
+Importing this module imports torch, so commands import it only when they need it.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ def describe(
 ) -> list[dict[str, Any]]:
     """Describe the checkpoints of a folder, newest first, then the folders of unfinished saves and deletions.
 
-    The role of a checkpoint is "newest" if a run would resume from it. It is "given up" if training went on to the
-    newest checkpoint from an earlier checkpoint of the same run, without this one. It is "another run" if the newest
-    checkpoint does not continue the run that saved this one. Other checkpoints have no role (None).
+    The role of a checkpoint is "newest" if a run would resume from it. It is "given up" if the run went back to an
+    earlier checkpoint, and continued from there to the newest one. It is "another run" if the newest checkpoint does
+    not continue the run that saved this one. Other checkpoints have no role (None).
 
     Args:
         store: store of the folder.

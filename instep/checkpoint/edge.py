@@ -1,6 +1,6 @@
 """Check values that are read from files, and convert errors that a file's content causes to checkpoint errors.
 
-A table of checks describes the values that a file must hold, so that they are checked before use.
+`check` compares the values of a file with a table of checks, before the values are used.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def loading_state(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-# The following functions check the type of a value. Their names appear in error messages: "expected <name>".
+# The following functions check the type of a value. Their names appear in error messages: "a <name> is expected".
 
 
 def count(value: Any) -> bool:

@@ -136,7 +136,7 @@ class Files(ABC):
         """
 
     def folders(self, root: Path) -> list[str]:
-        """Return the sorted names of the folders in a folder."""
+        """Return the names of the folders in `root`, sorted."""
         return sorted(name for name, is_folder in self.entries(root).items() if is_folder)
 
     @abstractmethod
@@ -149,14 +149,14 @@ class Files(ABC):
 
     # ---- operations of a save, in the order in which they are called
 
-    def make_root(self, root: Path) -> None:  # noqa: B027  where folders come with their files
+    def make_root(self, root: Path) -> None:  # noqa: B027  an object store does not need it
         """Make the folder of checkpoints and its parents, if they do not exist."""
 
     @abstractmethod
     def begin(self, final: Path) -> Path:
         """Make the folder that a save writes to; raise FileExistsError if another save uses the same name."""
 
-    def write_manifest(self, folder: Path, manifest: bytes) -> None:  # noqa: B027  where `publish` writes it
+    def write_manifest(self, folder: Path, manifest: bytes) -> None:  # noqa: B027  not needed if `publish` writes it
         """Write the manifest, and wait until the folder is on the disk; the last operation before `publish`."""
 
     @abstractmethod
@@ -258,7 +258,7 @@ class LocalFiles(Files):
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            # At most the size of the file, since a damaged header may ask for any number of bytes.
+            # Allocate at most the size of the file, since a damaged header may ask for any number of bytes.
             data = bytearray(max(0, min(end, size) - begin))
             file.seek(begin)
             done = 0

@@ -30,8 +30,8 @@ class FileRecord:
 
     Args:
         bytes: size of the file.
-        xxh3: xxh3-128 checksum in hex: of the content for a file up to 64 MiB, and of the joined checksums of the
-            chunks for a larger file, so that one pass over the data is enough.
+        xxh3: xxh3-128 checksum in hex. A file up to 64 MiB has the checksum of its content. A larger file has the
+            checksum of the joined checksums of its chunks, so that one pass over the data is enough.
         chunks: xxh3-128 checksum in hex of each chunk of 64 MiB; empty for a file of one chunk.
     """
 

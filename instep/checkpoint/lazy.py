@@ -32,7 +32,7 @@ from instep.utils.untrusted_files import open_regular, parse_object
 
 _LONGEST = 100 * 10**6  # largest size of a header in bytes, as in the safetensors library
 _TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
-# The mmap module has this constant since Python 3.13.
+# `mmap.MAP_NORESERVE` exists since Python 3.13.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
 _MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # the mmap object of each mapped file in use
 # names of all dtypes of the file format; a header with such a name can be read even if torch lacks the dtype
@@ -64,8 +64,8 @@ class FileSlice:
         name: name under which the part is stored in the file; tied tensors share one part.
         stamp: device, inode, size and modification time of the file whose header was read; None if the file cannot be
             mapped.
-        opened: id that is new each time when the header is read. Parts with the same id share a mapping, and others do
-            not, so that changing a model in place changes no other model that was loaded from the same file.
+        opened: id that is new each time the header is read. Only parts with the same id share a mapping. So changing a
+            model in place changes no other model that was loaded from the same file.
     """
 
     path: Path
@@ -342,7 +342,7 @@ def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
 
 
 def join_trees(trees: Iterable[Any]) -> Any:
-    """Join the states that several ranks wrote into one state; each rank's state has its own parts of tensors.
+    """Return one state made of the states of several ranks, each of which has its own parts of tensors.
 
     Dicts are merged by key, and lists item by item. Lists of strings are united, in order and without duplicates.
     Tensors are joined. For any other value, the first rank's value that is not None is used.

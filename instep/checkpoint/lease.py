@@ -9,8 +9,9 @@ that it held before, without waiting.
 
 - The file with the highest number is never removed, only marked as released. So no number is used twice, and a process
   that was suspended for hours finds a higher number and does not write.
-- `check` is called right before every commit and deletion. A process can still be suspended between `check` and the
-  rename that commits; the new holder has then removed the folder that would be renamed.
+- `check` is called right before every commit and deletion. If a process is suspended between `check` and the rename
+  that commits, and another run takes the folder meanwhile, the rename fails: the new holder has removed the folder of
+  the unfinished save.
 - If a renewal of the counter fails, the next renewal repeats it. After three failures in a row, a line on stderr says
   so. The thread is a daemon thread, which does not keep the process alive.
 """
@@ -235,12 +236,12 @@ class Lease:
             try:
                 if self._stop.is_set():
                     return ""
-                problem = self._problem()  # checked at each renewal, since an unmounted folder may come back
+                problem = self._problem()  # does not end the renewals: an unmounted folder may come back
                 if not problem:
                     self._counter += 1
                     self._files.replace(self.path, self._content())
                 return problem
-            except Exception as error:  # noqa: BLE001  an object store's too; the next beat comes soon
+            except Exception as error:  # noqa: BLE001  any error, also of an object store; `_beat` tries again
                 return f"{type(error).__name__}: {error}"
 
 

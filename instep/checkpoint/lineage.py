@@ -37,7 +37,7 @@ class Line:
     Args:
         run_id: id of the run.
         resumed_from: pairs of run id and step: the checkpoint from which the run was resumed, then the one from which
-            that run was resumed, and so on.
+            that checkpoint's run was resumed, and so on.
         serial: highest serial number of a save that the main process knows; the next save gets a higher one.
 
     Example:
@@ -52,7 +52,7 @@ class Line:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Line:
-        """Make a `Line` of the checkpoints that lead to a checkpoint, given by its manifest."""
+        """Return the line of the checkpoints that lead to the checkpoint with this manifest."""
         return cls(manifest.run_id, manifest.resumed_from, manifest.serial)
 
     def has(self, run_id: str, step: int) -> bool:
@@ -62,7 +62,7 @@ class Line:
         return any(run_id == before and step <= up_to for before, up_to in self.resumed_from)
 
     def knows(self, run_id: str) -> bool:
-        """Return True if a run is the run of this line, or an earlier run that was continued by the line's run."""
+        """Return True if `run_id` is the line's own run, or an earlier run that it continues."""
         return run_id == self.run_id or any(run_id == before for before, _ in self.resumed_from)
 
     @classmethod

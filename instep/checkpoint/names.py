@@ -14,7 +14,7 @@ SAVING = ".saving-"  # prefix of a folder that is being written; the folder's na
 DELETING = ".deleting-"  # prefix of a deleted checkpoint whose files are not all removed yet
 _NUMBERED = re.compile(r"(?P<base>.+)-(?P<attempt>\d+)", re.DOTALL)
 _STEP = re.compile(r"step-(?P<step>\d+)")
-_MAX_BYTES = 150  # limit for a name; file systems allow 255 bytes, but a prefix and the process's name are added
+_MAX_BYTES = 150  # limit for a name; file systems allow 255 bytes, but a prefix and the process's id are added
 
 
 def base_name(step: int, name: str | None) -> str:
@@ -89,7 +89,7 @@ def inside(folder: Path, name: Any, said_by: Path) -> Path:
         said_by: path of the file that contains the name, for error messages.
 
     Raises:
-        CheckpointError: the name leads out of the folder, by ".." or the like or by a symbolic link.
+        CheckpointError: `is_inner_name` refuses the name, such as "../a", or a symbolic link leads out of the folder.
     """
     if not isinstance(name, str) or not is_inner_name(name) or _leads_out(folder, folder / name):
         raise CheckpointError(f"{said_by} names {str(name)[:200]!r}, which leads out of its folder", path=said_by)

@@ -163,7 +163,10 @@ class Reader:
         return {**self._stored(self._weight_files()), **self._stored(self._other_files(which))}
 
     def _other_files(self, which: str | None) -> list[str]:
-        """Return the names of the files with those weights of a set that differ from `model.safetensors`."""
+        """Return the names of the files to read after `model.safetensors`, in order to get a set of weights.
+
+        These files contain the weights that differ from those in `model.safetensors`. [] if that file has the set.
+        """
         kinds = self.weight_sets
         if which is not None:
             choice(*WEIGHT_SETS)("which_weights", which)

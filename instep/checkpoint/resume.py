@@ -33,7 +33,8 @@ class Resume:
         position: whether to load step and epoch, the position in the data, sums of logged values, random generators and
             the seed. Without them the run counts from 0, as a new run with its own run folder.
         callbacks: whether to load the callbacks' states.
-        loggers: whether to append to the loggers' runs of the checkpoint. None: the value of `position`.
+        loggers: whether the loggers go on with the run that they logged before the save, instead of starting a new one.
+            None: the value of `position`.
         strict: whether weights and optimizer states must fit exactly. False: load what fits by name and shape. None:
             the module's `strict_loading` for weights, and True for optimizers.
         lr: a new learning rate, as you would pass it to the optimizer (or to OneCycleLR as `max_lr`): one for all
@@ -156,7 +157,7 @@ class ResumeReport:
 
     @staticmethod
     def explained(error: CheckpointError, saved: Iterable[str], callbacks: Sequence[Any]) -> CheckpointError:
-        """Return an optimizer's error with a list of the callbacks that are new or missing in this run.
+        """Add to an optimizer's error which callbacks are new or missing in this run; return the new error.
 
         Callbacks for fine-tuning or pruning change parameters, so they may be the cause of the error.
 
@@ -216,7 +217,8 @@ class LeftOutWeights:
 
     def __init__(self) -> None:
         self.held: set[str] = set()
-        """Names of weights in this run's checkpoints; if the filter is "trainable", later checkpoints have them too."""
+        """Weights in earlier checkpoints of this run. With the filter "trainable", later checkpoints have them too,
+        even if they are frozen by then."""
         self._digests: dict[str, Sequence[str]] = {}
 
     def collect(self, module: Any, strategy: Strategy, state: Mapping[str, Any]) -> LeftOut:
@@ -227,7 +229,7 @@ class LeftOutWeights:
         have changed, resuming is refused, since the resumed run would begin with other values.
 
         Args:
-            module: module with its parameters as they are trained.
+            module: module; `requires_grad` says which of its parameters are trained.
             strategy: strategy that holds the parameters.
             state: result of `strategy.model_state()`.
 
@@ -298,7 +300,7 @@ def _sum_of(value: Any, cast: Sequence[str] | None) -> tuple[str, int]:
 
 
 def check_left_out(saved: LeftOut, now: LeftOut, path: Path, module: Any, strict: bool) -> None:
-    """Check by digests that the weights that a checkpoint does not contain have the same values in the module.
+    """Compare the digests of the weights that a checkpoint leaves out with those of the module's weights.
 
     Raises:
         CheckpointError: the weights differ, or the module does not have them. If `strict` is False, warn instead.
@@ -325,7 +327,9 @@ def rest_of(
 ) -> dict[str, Any]:
     """Return the shapes of all weights except those in `absent`, which the checkpoint does not contain.
 
-    If `strict`, raise RuntimeError unless the checkpoint has exactly these weights.
+    Raises:
+        RuntimeError: an entry of `absent` is damaged; or `strict` is True, and the checkpoint's names or shapes (in
+            `state`) differ from the returned ones.
     """
     for name, entry in absent.items():
         if not (isinstance(entry, list | tuple) and len(entry) == 2 and all(isinstance(part, str) for part in entry)):

@@ -60,13 +60,13 @@ class Retention(ABC):
         """Return the keys of the checkpoints to delete, oldest first; the newest checkpoint is never among them.
 
         Args:
-            saved: all checkpoints that verify, oldest first.
+            saved: all checkpoints, oldest first.
         """
         kept = self.kept(saved)
         return [one.key for one in saved[:-1] if one.key not in kept]
 
     def takes(self, new: Saved, saved: Sequence[Saved]) -> bool:
-        """Return True if the policy would keep a new checkpoint beside the existing ones. If not, do not save it."""
+        """Return True if the policy would keep a new checkpoint beside the existing ones; if not, a save is useless."""
         return new.key in self.kept([*saved, new])
 
     def __or__(self, other: Retention) -> Retention:

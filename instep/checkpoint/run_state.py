@@ -6,7 +6,7 @@ model.safetensors              weights and buffers, under names without wrappers
 averaged.safetensors, live.safetensors   if weights are averaged: those of the second set that differ from the first
 model_extra.json               values in the state dict that are not tensors
 optimizer.json/.safetensors    the optimizers' states by parameter name
-                               if each rank writes its own part, the names of all these files get `-00000-of-00002` etc.
+                               if each rank writes its own part, the names of the files above get `-00000-of-00002` etc.
 trainer.json, accelerator.json   state that all ranks share: position, schedulers, callbacks, data
 rank-00000.json/.safetensors   state of each rank: random generators, position in the data if it differs between ranks
 """
@@ -219,7 +219,10 @@ class SavedRun:
         return next((state["rng"] for state in every if state["data_rank"] == data_rank), None)
 
     def restore_random(self, rng: dict[str, Any] | None, data_rank: int, seed: int, step: int) -> None:
-        """Restore the random generators from a result of `random_state`; for None, seed them by data part and step."""
+        """Restore the random generators from a result of `random_state`.
+
+        If the result is None, seed them by `seed`, `data_rank` and `step`.
+        """
         if rng is None:
             seed_process(derive_seed(seed, "rank", data_rank, "step", step))
             return

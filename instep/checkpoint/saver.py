@@ -110,7 +110,7 @@ class RunSaver(ABC):
             known: checkpoints in this folder that the policy decides about, oldest first.
             drop: further checkpoints to delete after the new one has been verified.
             keeper: callback, such as a ModelCheckpoint, that requested this save and manages the checkpoint; it is
-                passed to `newest`. None: no callback does.
+                passed to `newest`. None: no callback manages the checkpoint.
             info: JSON values for the manifest, such as monitor, mode and score.
         """
         newest = None if keeper is None or weights_only else self.newest

@@ -36,7 +36,11 @@ class CheckpointInfo:
 
     @property
     def kind(self) -> str:
-        """`"full"` if a run can resume from the checkpoint, `"weights"` if it has only the model's weights."""
+        """Kind of the checkpoint.
+
+        "full": a run can resume from it. "weights": it has only the model's weights. "exception": it was saved after an
+        error, perhaps within a step, so a run resumes from it only if its path is given.
+        """
         return str(self.manifest.info.get("kind", "full"))
 
 
@@ -113,7 +117,7 @@ class Broken:
 
 
 def folder_names(root: Path) -> list[str]:
-    """Return the names of the folders in a folder, including hidden ones; empty if the folder does not exist."""
+    """Return the names of the folders in `root`, including hidden ones; empty if `root` does not exist."""
     try:
         return patiently(lambda: files_of(root).folders(root))
     except OSError as error:
@@ -123,8 +127,8 @@ def folder_names(root: Path) -> list[str]:
 def list_checkpoints(*roots: Path) -> list[CheckpointInfo | Broken]:
     """Return the checkpoints in some folders, intact and broken, the last saved first.
 
-    A broken checkpoint is placed by the step and attempt in its name, before all checkpoints with a lower step, and
-    those with the same step and a lower attempt. If its name has no step, it comes first, since it may be the newest.
+    A broken checkpoint is placed by the step and attempt in its name: before all checkpoints with a lower step, or with
+    the same step and a lower attempt. If its name has no step, it comes first, since it may be the newest.
     """
     found = [pair for root in roots for pair in _ordered(root)]
     return [what for _, what in sorted(found, key=lambda pair: pair[0], reverse=True)]

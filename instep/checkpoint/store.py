@@ -134,7 +134,7 @@ class CheckpointStore:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint could not be written; the message has path and bytes.
+            CheckpointError: the checkpoint could not be written; the message has the path and the cause.
             UnsavableStateError: a state contains a value that cannot be encoded.
             RemoteError: another rank failed; the message has that rank's traceback.
         """
@@ -164,13 +164,13 @@ class CheckpointStore:
         return folder_problems(self._inside(path))
 
     def verify_together(self, path: Location) -> list[str]:
-        """Return a list of what is wrong with a checkpoint, where each file is read by one rank. Collective."""
+        """Return a list of what is wrong with a checkpoint; each rank reads some of the files. Collective."""
         folder = self._inside(path)
         manifest, problem = self.ranks.on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
         return [problem] if manifest is None else self._problems(folder, manifest)
 
     def open_verified(self, path: Location) -> Reader:
-        """Verify a whole checkpoint, where each file is read by one rank, and open it. Collective: all ranks call it.
+        """Verify a whole checkpoint, of which each rank reads some files, and open it. Collective: all ranks call it.
 
         Args:
             path: folder of the checkpoint, or the folder's name in this store.
@@ -230,8 +230,8 @@ class CheckpointStore:
             kind: kind of the checkpoint: "full" or "weights". None: any kind, but only "full" for "auto".
             monitor: metric for "best"; needed only if the checkpoints have scores of several metrics.
             mode: "min" or "max" for "best"; needed only if the checkpoints have scores of both modes.
-            line: the checkpoints to search; others are ignored. None: search those of the run that saved last and, if
-                none of them can be verified, for "last" and "auto" those of the other runs too.
+            line: the checkpoints to search; others are ignored. None: search those of the run that saved last. If none
+                of them can be verified, "last" and "auto" then search those of the other runs.
             also: further folders to search.
 
         Returns:
@@ -261,7 +261,8 @@ class CheckpointStore:
             )
         if chosen is not None:
             return chosen
-        # An error even for "auto": with None, a run would begin at step 0, although its checkpoints may be repaired.
+        # Raise an error for "auto" too: if None were returned, a run would begin at step 0, although its checkpoints
+        # may be repaired.
         if broken:
             afresh = ", or move them away to start afresh" if keyword == "auto" else ""
             raise CorruptCheckpointError(
@@ -488,7 +489,7 @@ class CheckpointStore:
     # The following methods run on all ranks.
 
     def _problems(self, folder: Path, manifest: Manifest) -> list[str]:
-        """Return a list of what is wrong with a checkpoint's files, each of which one rank reads. Collective."""
+        """Return a list of what is wrong with a checkpoint's files; each rank reads some of them. Collective."""
         rank, world_size = self.ranks.rank_and_size()
         by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
         problems: list[str | None] = []
@@ -498,7 +499,7 @@ class CheckpointStore:
         return [problem for problem in every if problem is not None]
 
     def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[Reader | None, list[str]]:
-        """Open the first checkpoint that can be verified; return its reader and texts on the damaged ones before it."""
+        """Open the first checkpoint that can be verified; return its reader, and a text for each damaged one before."""
         broken: list[str] = []
         for candidate in candidates:
             if isinstance(candidate, Broken):
@@ -550,7 +551,7 @@ def _candidates(
     line: Line | None,
     holder: str | None,
 ) -> tuple[Sequence[CheckpointInfo | Broken], int]:
-    """Return the checkpoints to try for a keyword, the first one first, and the number of other runs in the folder.
+    """Return the checkpoints for a keyword in the order in which to try them, and the number of other runs there.
 
     The run that saved last is the run that last held the folder's lease. Serial numbers alone do not show this, since a
     copied checkpoint has a serial number of another folder.

@@ -1,6 +1,7 @@
-"""Write and read tensors as a safetensors file. instep writes it, to compute checksums; the library reads it.
+"""Write and read tensors as a safetensors file.
 
-The file is an ordinary safetensors file. Three entries of its metadata are instep's, each with a JSON object:
+instep writes the file with its own code, so that it can compute checksums meanwhile. The safetensors library reads it.
+Three entries of the file's metadata are instep's, each with a JSON object:
 `instep.aliases` (further name of a tied tensor -> name under which it is stored), `instep.dtypes` (name -> torch dtype
 of a tensor that is stored as raw bytes, because the format does not have the dtype) and `instep.shards` (name ->
 `shape` of the whole tensor of which the file has a part, and `flat` if the part is a range of elements). The position
@@ -212,7 +213,7 @@ def write_tensors(
 
     Raises:
         UnsavableStateError: a tensor has no values (meta device) or no plain layout, or a name is not allowed.
-        CheckpointError: the file could not be written; the message has path and bytes.
+        CheckpointError: the file could not be written; the message has the path and the bytes written so far.
 
     Example:
         >>> import tempfile

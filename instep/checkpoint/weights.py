@@ -203,9 +203,9 @@ def _is_state_dict(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
 def merge(path: Location, file: PathLike, which: str | None = None) -> Path:
     """Write the weights of a checkpoint as one safetensors file, which can be read without instep.
 
-    Tensors in safetensors files are read one at a time. Tied weights are written under each of their names, so that
-    `load_state_dict` finds all. Every file of the checkpoint that is read is verified. The new file is written
-    completely or not at all.
+    If the checkpoint's weights are in safetensors files, one tensor is read and written at a time, so that the memory
+    never holds the whole model. Tied weights are written under each of their names, so that `load_state_dict` finds
+    all. Every file of the checkpoint that is read is verified. The new file is written completely or not at all.
 
     Args:
         path: path as in `load_weights`; one rank or several may have written the checkpoint.

@@ -108,7 +108,7 @@ def _devices() -> Iterator[dict[str, Any]]:
 
 
 def _main_memory() -> tuple[int | None, int | None]:
-    """Read the bytes of all memory, and of the memory that programs can still get, which is None if not known."""
+    """Return the bytes of all memory, and of the part that programs can still get (None if unknown)."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return tuple(int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))  # pyright: ignore

@@ -99,7 +99,7 @@ _ALL_EXIT_CODES = (
     "  130  interrupted by Ctrl-C",
 )
 EXIT_USAGE = 2
-# Maximum length of a group's name and commands in characters; after a longer one the columns are not aligned.
+# Largest width of the overview's first column, in characters. After a longer entry, the text is not aligned.
 _WIDE = 50
 EXIT_INTERRUPTED = 130
 
@@ -285,7 +285,7 @@ def _overview(words: Sequence[str]) -> int:
 
 
 def _top() -> dict[Command, str]:
-    """Return a description for each command, by its words; all commands of a group have one description together."""
+    """Return the lines of the overview, as words and description; the commands of a group share one line."""
     lines: dict[Command, str] = {}
     for first, *_ in COMMANDS:
         inner = "|".join(name[1] for name in COMMANDS if name[0] == first and len(name) > 1)

@@ -52,7 +52,7 @@ def add_settings(
         parser: parser of the command.
         names: names of the settings.
         hidden: whether to leave the options out of the help.
-        instead: names of other options by which this command sets a setting, by the setting's name.
+        instead: for a setting that has another option in this command: that option, which an error names.
     """
     parser.allow_abbrev = False  # an abbreviation such as `--num` may be an option of the user's program
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118)

@@ -15,7 +15,7 @@ from typing import Any
 from instep.errors import UsageError
 from instep.utils.untrusted_files import clean
 
-_LONG_BITS = 256  # a number with more bits than this is not written in full
+_LONG_BITS = 256  # an integer with more bits than this is printed as a hexadecimal text
 _FEW = 8  # maximum number of elements of a tensor that is printed
 
 
@@ -140,7 +140,7 @@ def plain(value: Any) -> Any:
     """Convert a value to JSON: a value that JSON lacks becomes text, a large tensor its dtype and shape."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    # Python refuses to convert an integer of more than 4,300 digits to text.
+    # Python refuses to convert an integer of more than 4,300 digits to decimal text.
     if isinstance(value, int) and value.bit_length() > _LONG_BITS:
         return hex(value)
     if value is None or isinstance(value, (bool, int, str)):

@@ -301,7 +301,7 @@ def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
         def resume() -> str:
             fit(state, root, second, first.saved)
             last = first.losses[-1:]
-            found = second.losses[-1:]  # the last loss alone, since an earlier loss is recorded again on resume
+            found = second.losses[-1:]  # only the last loss, since a resume records the loss of the epoch before again
             if second.first_step != BATCHES * (EPOCHS - 1):
                 return f"it went on from step {second.first_step}"
             return "" if found == last else f"loss {found} after the checkpoint, {last} without it"

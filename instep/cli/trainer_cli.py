@@ -1,8 +1,9 @@
 """`TrainerCLI`: train, validate, test and predict as a configuration and the command line say.
 
-It is built on jsonargparse, with the names and meanings of LightningCLI. A setting comes from the first of these
-sources that has it: the command line, `--config` files (the last one first), INSTEP_... variables, a checkpoint's
-hyperparameters, defaults. The configuration is saved in the run's folder before the first step.
+It is built on jsonargparse. Names and meanings are those of LightningCLI. A setting comes from the first of these
+sources that has it: options and `--config` files on the command line (of several, the last one counts), INSTEP_...
+variables, a checkpoint's hyperparameters, defaults. The configuration is saved in the run's folder before the first
+step.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ def _longest(value: Any) -> int:
     return max([len(entries), *map(_longest, entries)])
 
 
-# jsonargparse finds the import path of an object by its __module__, which torch's own functions do not have
+# jsonargparse reads the import path of an object from its __module__. Some functions of torch have no __module__, so
+# their paths are registered here.
 register_unresolvable_import_paths(torch)
 
 ArgsType: TypeAlias = "Sequence[str] | Mapping[str, Any] | Namespace | None"
@@ -147,14 +149,14 @@ _PLACE = ("accelerator", "devices", "num_nodes", "grace_period_s")
 class TrainerCLI:
     """A command-line interface for Trainers, modules and data.
 
-    The constructor parses the words, seeds the random generators, builds data, module and Trainer, and runs the
-    command: `fit`, `validate`, `test` or `predict`. The configuration is saved in the run folder. With
+    The constructor parses the command line, seeds the random generators, builds data, module and Trainer, and runs
+    the command: `fit`, `validate`, `test` or `predict`. The configuration is saved in the run folder. With
     `--trainer.devices 4` the program starts its ranks itself, before it builds a module, since the starting process
     only watches the ranks.
 
     Subclass it to change what happens: `add_arguments_to_parser` (arguments, links, defaults), `before_fit`,
     `after_fit` and the same for other commands, `before_instantiate_classes`, `after_instantiate_classes`,
-    `configure_optimizers`, or a method `fit` that runs in the Trainer's place.
+    `configure_optimizers`, or a method `fit` that is called in place of the Trainer's `fit`.
 
     Args:
         model_class: a TrainModule, or a function that returns one; None: `--model package.Class` names it.
@@ -162,8 +164,8 @@ class TrainerCLI:
         save_config_callback: class of the callback that saves the configuration; None saves nothing.
         save_config_kwargs: further arguments of this callback.
         trainer_class: a Trainer, or a function that returns one.
-        trainer_defaults: other defaults of the Trainer's arguments; its `callbacks` are always added, as objects or
-            `{"class_path": ..., "init_args": ...}`.
+        trainer_defaults: other defaults of the Trainer's arguments. The callbacks under "callbacks" are no default:
+            they are added to the configured ones. Each is an object or `{"class_path": ..., "init_args": ...}`.
         seed_everything_default: the seed; True for 0, False to leave the random generators alone.
         parser_kwargs: arguments of the parser; under the name of a command, arguments of that command's parser.
         parser_class: `TrainerArgumentParser` or a subclass.
@@ -239,7 +241,7 @@ class TrainerCLI:
         """Add arguments, links (`parser.link_arguments`) and defaults (`parser.set_defaults`) to a command's parser."""
 
     def before_instantiate_classes(self) -> None:
-        """Do something after the words are parsed, with the result in `self.config`; a subclass overrides this."""
+        """Do something after the command line is parsed into `self.config`; a subclass overrides this."""
 
     def after_instantiate_classes(self) -> None:
         """Do something after `self.model`, `self.datamodule` and `self.trainer` are built; subclasses override this."""
@@ -290,7 +292,7 @@ class TrainerCLI:
         return parser
 
     def setup_parser(self, add_subcommands: bool, parser_kwargs: dict[str, Any], words: Any) -> None:
-        """Make the parser; if the first word is a command, only with the arguments of that command."""
+        """Make the parser. If the first word is a command, the other commands and their arguments are left out."""
         commands = self.subcommands()
         own_kwargs = {name: parser_kwargs.pop(name, {}) for name in commands}
         if add_subcommands:
@@ -361,7 +363,8 @@ class TrainerCLI:
         saved = _hyperparameters(ckpt_path)
         chosen = self._get(self.config, "model")
         path = chosen.get("class_path") if self.subclass_mode_model else saved.get(CLASS_PATH)
-        # A class without arguments has only its path in `saved`.
+        # There is nothing to use: no class was saved, another class is chosen, or only the path of a class was saved,
+        # since its constructor takes no arguments.
         if CLASS_PATH not in saved or path != saved[CLASS_PATH] or len(saved) == 1:
             return
         self._path_saved = saved[CLASS_PATH]
@@ -373,7 +376,7 @@ class TrainerCLI:
             self._keep_from_parser(stand_ins)
 
     def _keep_from_parser(self, stand_ins: Mapping[str, StandIn]) -> None:
-        """Record which arguments of the module have texts of the checkpoint: the parser must not build them."""
+        """Record the module's arguments whose values contain stand-ins: `_build_model` builds them, not the parser."""
         plain = self._dumped()
         model = plain.pop("model")
         inner = "init_args." if "class_path" in model else ""
@@ -435,7 +438,7 @@ class TrainerCLI:
         self.trainer.how_to_give_data = "give --data package.Class, or data: in a --config file"
 
     def _config_folders(self) -> list[Path]:
-        """List the folders of the `--config` files, the last one first; the folder of a saved file is a run folder."""
+        """List the folders of the `--config` files, the last one first; a file saved by a run is in its run folder."""
         given = [*(self.config.get("config") or ())]
         if self.subcommand is not None:
             given += self._get(self.config, "config") or ()
@@ -474,12 +477,12 @@ class TrainerCLI:
                 place = values
                 for part in parts:
                     place = place.get(part) if isinstance(place, dict) else None
-                # `place` is a dict if the link's target is an argument of an object that is itself an argument of the
-                # module.
+                # `place` holds the link's target: it is the module's arguments, or those of an object among them. It is
+                # no dict if the configuration has no such object.
                 if isinstance(place, dict):
                     place[last] = value
         path = plain.get("class_path", f"{class_type.__module__}.{class_type.__qualname__}")
-        # A value in `kwargs` comes from a link, and counts more than the checkpoint's value.
+        # If an argument of `_of_checkpoint` is in `kwargs` too, a link has set it there. That value counts.
         own = {name: value for name, value in self._of_checkpoint.items() if name not in kwargs}
         if own:
             kwargs |= configured_arguments(_returned(self.model_class), {CLASS_PATH: self._path_saved, **own})
@@ -550,7 +553,7 @@ class TrainerCLI:
 
 
 def _returned(cls: Any) -> type:
-    """Return a class itself, or the class that a function returns by its annotation."""
+    """Return a class itself; for a function, return the class in its return annotation."""
     return cls if isinstance(cls, type) else inspect.signature(cls, eval_str=True).return_annotation
 
 

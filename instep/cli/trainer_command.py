@@ -119,7 +119,8 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
     except (InstepError, OSError) as error:
         if not is_worker():
             raise
-        sys.excepthook(type(error), error, error.__traceback__)  # the agent prints the error once, with rank and host
+        # this hook gives the error to the launcher, which prints it once, with rank and host
+        sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_FAILED
     return 0
 

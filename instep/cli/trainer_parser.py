@@ -120,7 +120,7 @@ def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
 
 
 def with_length(init: Mapping[str, Any], module: TrainModule) -> dict[str, Any]:
-    """Add the run's length to the arguments of OneCycleLR and schedules of `instep.schedules`, if they have none."""
+    """Add the run's length to the arguments of OneCycleLR or a schedule of instep, unless they give a length."""
     make, given = _named(init), dict(init.get("init_args", {}))
     length = ("total_steps", "epochs", "steps_per_epoch")
     ours = make in schedules.SCHEDULES.values() and "total_steps" in inspect.signature(make).parameters
@@ -177,7 +177,7 @@ class TrainerArgumentParser(ArgumentParser):
             instep_class: one of these classes, or a function that returns an object of one.
             nested_key: first part of the options' names: "model" for `--model.lr`.
             subclass_mode: whether any subclass may be chosen, as in `--model package.Class --model.lr 0.1`.
-            required: whether a class must be chosen, with `subclass_mode`.
+            required: with `subclass_mode`, whether a class must be chosen.
 
         Returns:
             The names of the arguments.
@@ -193,11 +193,12 @@ class TrainerArgumentParser(ArgumentParser):
         if subclass_mode:
             self.add_subclass_arguments(cls, nested_key, fail_untyped=False, required=required)
             return [nested_key]
-        build = not issubclass(cls, Trainer)  # the Trainer is built separately, since its callbacks are not arguments
+        # TrainerCLI builds the Trainer itself, since it adds callbacks that are not among these arguments
+        build = not issubclass(cls, Trainer)
         return self.add_class_arguments(cls, nested_key, fail_untyped=False, instantiate=build, sub_configs=True)
 
     def add_lightning_class_args(self, lightning_class: Any, *args: Any, **kwargs: Any) -> list[str]:
-        """Do what `add_instep_class_args` does, under Lightning's name, with a warning."""
+        """Warn that this is Lightning's name, and call `add_instep_class_args`."""
         warn_user("parser.add_lightning_class_args is Lightning's name: here it is parser.add_instep_class_args")
         return self.add_instep_class_args(lightning_class, *args, **kwargs)
 
@@ -210,7 +211,7 @@ class TrainerArgumentParser(ArgumentParser):
         """Add the arguments of an optimizer.
 
         Args:
-            optimizer_class: the class; in a tuple, any subclass may be chosen.
+            optimizer_class: the class; or a tuple of classes, of which any subclass may be chosen.
             nested_key: first part of the options' names.
             link_to: the key of a module's argument that gets `{"class_path": ..., "init_args": ...}`, for
                 `instantiate_class`. By default the module's `configure_optimizers` is replaced.
@@ -278,8 +279,8 @@ class TrainerArgumentParser(ArgumentParser):
     def parse_env(self, *args: Any, **kwargs: Any) -> Any:
         """Parse environment variables.
 
-        If the command line is parsed later, links between arguments are left out, since the command line may set their
-        sources.
+        With `_skip_validation`, jsonargparse parses the command line afterwards. Links between arguments are left out
+        then, since the command line may still set their sources.
         """
         partial_result = kwargs.get("_skip_validation", False)
         links = self.__dict__.pop("_links_group", None) if partial_result else None

@@ -119,8 +119,8 @@ class _DrawnOrder(RandomSampler):
 
     Args:
         sampler: the loader's own sampler.
-        common: generator that draws the order: the sampler's own, or one that all ranks share. None: without `seed`,
-            the generator of each order gets a seed from the process's random numbers.
+        common: generator that draws all orders: the sampler's own, or one that all ranks share. None: each order gets
+            a new generator, seeded by `seed` and the epoch, or else by the process's random numbers.
         seed: number that determines each order together with the epoch; None: the order is drawn.
     """
 
@@ -146,7 +146,7 @@ class _DrawnOrder(RandomSampler):
 
 
 class _Order(Sequence[int]):
-    """An order of samples, drawn at the first access to an index as in torch; its length is known before that."""
+    """An order of samples. It is drawn when its first index is read, as in torch; its length is known before that."""
 
     def __init__(self, sampler: _DrawnOrder, place: list[int]) -> None:
         self._sampler, self._place = sampler, place
@@ -166,7 +166,7 @@ class _Order(Sequence[int]):
 
 
 class _Loader(AcceleratedLoader):
-    """A prepared loader that draws as many of the process's random numbers as torch's, so that dropout is the same."""
+    """A prepared loader that draws as many random numbers as torch's loader, so that dropout is the same afterwards."""
 
     attendance: Attendance
 
@@ -214,7 +214,10 @@ class _Prepared(PreparedRun):
         return super().prepare_data_loader(loader, place, name)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a scheduler, which steps once per process at each optimizer step; with `split_batches` only once."""
+        """Prepare a scheduler that makes, per optimizer step, as many steps as there are processes.
+
+        With `split_batches` it makes one step.
+        """
         prepared = super().prepare_scheduler(scheduler)
         prepared.repeats = 1 if self.loader_config.split_batches else self.world_size
         return prepared
@@ -237,7 +240,7 @@ class _Prepared(PreparedRun):
         elif common is None and self.world_size > 1:
             common = torch.Generator().manual_seed(broadcast_object(_random_seed()))
         batches.sampler = drawn = _DrawnOrder(sampler, common, seed)
-        if seed is None:  # an order that follows from a seed and the epoch needs no saved state
+        if seed is None:  # only a drawn order must be saved; with a seed, a resumed run computes the same order
             if not self.orders:
                 self.register(orders_of_the_data=self)
             self.orders.append(drawn)
@@ -412,7 +415,7 @@ def find_executable_batch_size(
 ) -> Any:
     """Call a function again each time that memory runs out, with nine tenths of the batch size.
 
-    With `reduce_batch_size_fn`, the result of this function is the next batch size.
+    If `reduce_batch_size_fn` is given, it is called without arguments, and returns the next batch size.
     """
     smaller = reduce_batch_size_fn
     return ours.find_executable_batch_size(

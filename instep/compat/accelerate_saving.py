@@ -92,7 +92,10 @@ def save_alone(states: States, path: Path) -> Path:
 
 
 def take_name(saved: Path, named: Path) -> Path:
-    """Rename the folder of a saved state, unless `named` is a folder with other files; return the state's path."""
+    """Rename the folder of a saved state to `named`, and return the state's path.
+
+    A saved state at `named` is replaced. If `named` is a folder with other files, the state's folder is not renamed.
+    """
     old = saved.with_name(f".deleting-{saved.name}")
     if (named / "manifest.json").exists():
         named.rename(old)

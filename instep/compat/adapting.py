@@ -51,7 +51,7 @@ def adapt(thing: Any, module: str, name: str, leaf: str, warn: Warn) -> Any:
 
 
 def adapt_found(target: str, module: str, name: str, warn: Warn) -> Any:
-    """Find an object of instep by its full name, and return it with another package's arguments, as `adapt` does."""
+    """Find a class or function of instep by its full name, and `adapt` it to another package's arguments."""
     home, _, leaf = target.rpartition(".")
     return adapt(getattr(import_module(home), leaf), module, name, leaf, warn)
 

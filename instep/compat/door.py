@@ -25,8 +25,9 @@ class NameFinder(MetaPathFinder, Loader):
 
     Args:
         roots: import name of each top module -> its name in the other package.
-        find: function that returns the object with a name in a module, or raises AttributeError.
-        has: function that returns whether the other package has a module of this full name.
+        find: function that gets a module's full name and a name in the module, and returns the object with that name or
+            raises AttributeError.
+        has: function that gets a full name, and returns whether the other package has a module of that name.
         missing: function that makes the error for a module that the other package does not have.
     """
 
@@ -62,9 +63,9 @@ class Door(NameFinder):
         package: name of the distribution that is replaced.
         version: version of the package that this process gets to see.
         roots: import names that are replaced -> their names in the package.
-        has: function that returns whether the package has a module of this full name.
-        parts: modules with further names, searched in this order. Their names come before those in the tables of
-            `instep.utils.porting`, except in modules below `lightning.pytorch`.
+        has: function that gets a full name, and returns whether the package has a module of that name.
+        parts: modules with further names, searched in this order. If the tables of `instep.utils.porting` have a name
+            too, the object in `parts` is used; in modules below `lightning.pytorch`, the object of the tables is used.
     """
 
     def __init__(
@@ -119,7 +120,8 @@ class Door(NameFinder):
             made = self._make(whole)
             if made is None:
                 made = _Missing(name, (), {"advice": f"{whole}: {self._advice(whole)}."})
-                # `_handle_fromlist` is the function of importlib that runs `from ... import`.
+                # `from ... import` gets the stand-in; importlib runs it in `_handle_fromlist`. Any other access to the
+                # name is an error.
                 is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
                 if not is_import:
                     raise AttributeError(made.advice)

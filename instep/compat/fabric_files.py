@@ -56,7 +56,10 @@ def save_state(
 
 
 def _optimizer_state(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> dict[str, Any]:
-    """Return an optimizer's state dict; for a sharded model, a state by parameter names, whose values rank 0 gets."""
+    """Return an optimizer's state dict.
+
+    For a sharded model, its keys are parameter names, and only rank 0 gets the values.
+    """
     home = _home(fabric, optimizer, modules)
     if home is None or not home.sharded:
         return optimizer.state_dict()

@@ -142,7 +142,7 @@ class Fabric:
         With "ddp_spawn", "ddp_fork" or "ddp_notebook" the ranks are forks of this process, which run the function.
 
         Raises:
-            TypeError: `function` cannot be called, or takes no argument.
+            TypeError: `function` cannot be called, takes no argument, or is missing though forks need it.
         """
         if not callable(function):
             raise TypeError(f"`Fabric.launch(...)` needs to be a callable, but got {function}: leave out its ()")
@@ -339,7 +339,7 @@ class Fabric:
         return broadcast_object(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack each rank's tensors along a new first dimension; with one process return them unchanged."""
+        """Stack each rank's tensors along a new first dimension; with one process add no dimension."""
         self._check_launched()
         data = self._tensors("all_gather", data, group)
         if self.world_size == 1:
@@ -392,7 +392,7 @@ class Fabric:
 
         Raises:
             ValueError: `filter` has a key that the state does not have.
-            UnsavableStateError: an entry has neither tensors and plain values only, nor a state dict of them.
+            UnsavableStateError: an entry, or its state dict, contains more than tensors and plain values.
             CheckpointError: the file could not be written; an older file is intact.
         """
         save_state(self, Path(path), state, filter or {})

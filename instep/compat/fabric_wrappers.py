@@ -226,14 +226,20 @@ class _FabricDataLoader:
         self._batches = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, and torch's random state at the start of this pass over the data and now."""
+        """Return the position in the data, and torch's random states at two times: at the start of this pass, and now.
+
+        If the loader of torch has a state dict of its own, return that one.
+        """
         if hasattr(self._dataloader, "state_dict"):
             return self._dataloader.state_dict()
         place = {"passes": self._passes, "batches": self._batches}
         return {**place, "random": self._random, "now": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch of a saved state; only rank 0 also restores the saved random state."""
+        """Continue after the last batch of a saved state.
+
+        Rank 0 then continues with the saved random state, and each other rank with the random state that it has now.
+        """
         if hasattr(self._dataloader, "load_state_dict"):
             self._dataloader.load_state_dict(state)
             return

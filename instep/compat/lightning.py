@@ -28,7 +28,7 @@ from instep.utils.warn import warn_user
 __path__: list[str] = []  # marks this module as a package; the finder below makes the modules in it
 
 _warned: set[str] = set()
-_adapted: dict[tuple[str, str], Any] = {}  # adapted classes, by Lightning's name and instep's full name
+_adapted: dict[tuple[str, str], Any] = {}  # (Lightning's name, instep's full name) -> adapted class
 
 
 def __getattr__(name: str) -> Any:

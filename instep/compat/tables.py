@@ -29,7 +29,7 @@ MODULES = {
     "accelerate": "instep",
 }
 GONE = {"cli_lightning_logo": "it printed a logo"}
-"""Functions of Lightning that do nothing in instep, so that their calls are left out, and what they did."""
+"""Functions of Lightning whose calls can be left out, since instep has nothing like them -> what they did."""
 _PACKAGES = (
     "bitsandbytes", "boto3", "clearml", "comet_ml", "datasets", "deepspeed", "hydra", "matplotlib", "mlflow", "numpy",
     "omegaconf", "onnx", "pandas", "peft", "psutil", "requests", "rich", "schedulefree", "sklearn", "tensorboard",
@@ -54,7 +54,7 @@ DEFINED = {
 }
 """Small values and functions that a script can define itself: name -> the import that is needed, and the expression."""
 CALLS = {"accelerate.state.is_initialized": "instep.AcceleratorState().initialized"}
-"""Functions by their full names, and the expression that takes the place of a call."""
+"""Full name of a function -> the expression that replaces a call of it."""
 OF_OTHERS = {
     "PyTorchLightningPruningCallback": "use instep.callbacks.OptunaPruning(trial, monitor)",
     **dict.fromkeys(
@@ -62,12 +62,12 @@ OF_OTHERS = {
         "use instep.callbacks.RayReport(metrics)",
     ),
 }
-"""Advice about classes that other packages (optuna-integration, Ray) offer for Lightning, by the imported name."""
+"""Name of a class that another package (optuna-integration, Ray) offers for Lightning -> advice about it."""
 NOT_A_BASE = {
     "Logger": "its hooks are other ones: `_log_metrics`, `_log_hyperparams`, `_start`, `_finalize`",
     "Strategy": "its methods are other ones: see instep/strategies/base.py",
 }
-"""Classes, by instep's name, whose subclasses must be changed by hand, and why; other uses are migrated."""
+"""Instep's name of a class whose subclasses must be changed by hand -> why. Other uses of the class are migrated."""
 INTO_DATALOADER_CONFIG = ("dispatch_batches", "even_batches")
 """Arguments of Accelerate's `Accelerator` that are fields of `dataloader_config` in instep."""
 POSITIONAL = {
@@ -102,7 +102,7 @@ PARTS = {
 }
 """Instep's class -> its attributes, each with the class of its value."""
 PARAMETERS = {"trainer": "instep.Trainer", "pl_module": "instep.TrainModule"}
-"""Class of the value that a parameter of this name gets in a script of Lightning."""
+"""Name of a parameter in a script of Lightning -> class of its value."""
 ALIASES = {
     "lightning_module": "write `model`; it is an alias with a warning",
     "deepspeed_plugin": "it is None here: an Accelerator has no DeepSpeed; a Trainer's strategy has its options",
@@ -113,7 +113,7 @@ ATTRIBUTES_RENAMED = {"add_lightning_class_args": "add_instep_class_args"}
 ANYWHERE = {
     "fsdp_plugin": "the options are FSDPStrategy's: Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
 }
-"""Advice about attributes that no other package has, so that the class of the object need not be known."""
+"""Name of an attribute that only one package has, so the class of the object need not be known -> advice about it."""
 NOT_SET = {
     **dict.fromkeys(("lr_scheduler_configs", "optimizers"), "return them from the module's `configure_optimizers`"),
     "callbacks": "give them to the Trainer, or return them from the module's `configure_callbacks`",

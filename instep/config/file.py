@@ -69,8 +69,8 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         check_names: whether names that are not settings are refused.
 
     Raises:
-        SettingError: the file is not YAML, not a mapping, or has unknown or repeated names. In this case the text also
-            lists wrong values.
+        SettingError: the file is not YAML, not a mapping, or has unknown or repeated names. With such names, the text
+            also lists wrong values.
     """
     node, values = compose(read_text(path), path)
     if values is None:
@@ -92,7 +92,7 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         name = str(key.value)
         if check_names and name not in NAMES:
             unknown += 1
-            if unknown <= _FEW:  # give a hint for few names: each takes a millisecond
+            if unknown <= _FEW:  # only the first names get advice, since each takes a millisecond
                 problems.append(f"{where}: {advice(name)}")
         if values.get(key.value) is not None:  # a setting without a value (`name:`) counts as not given
             said[name] = values[key.value], where

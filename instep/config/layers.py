@@ -1,7 +1,7 @@
 """Combine the sources of launch settings: command line, then config file, then environment, then the default.
 
-A setting in a higher source hides the same setting in lower sources. Exceptions are `env`, `rdzv_conf` and the options
-of one strategy: their members are merged from all sources.
+If several sources have a setting, the first of them counts. Exceptions are `env`, `rdzv_conf` and the options of one
+strategy: their members are merged from all sources.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def resolve(
 
 
 def put(layer: Mapping[str, Any], where: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Merge the settings of a source over the settings of lower sources.
+    """Merge the settings of a source over the settings of sources that count less.
 
     Args:
         layer: checked values of the source.
         where: place of each value, such as a line of the config file.
-        values: values from lower sources; changed in place.
-        sources: places of the values from lower sources; changed in place.
+        values: values from the sources that count less; changed in place.
+        sources: places of these values; changed in place.
 
     Raises:
         SettingError: the source has both `devices` and `num_processes`.
@@ -100,7 +100,7 @@ def put(layer: Mapping[str, Any], where: Mapping[str, str], values: dict[str, An
     hidden = {"devices": "num_processes", "num_processes": "devices"}
     gone = [hidden[name] for name in layer if name in hidden]
     if "strategy" in layer and layer["strategy"] != values.get("strategy"):
-        gone.append("strategy_options")  # options from lower sources are dropped, since they belong to another strategy
+        gone.append("strategy_options")  # the options in `values` are dropped, since they belong to another strategy
     for name in gone:
         values.pop(name, None)
         sources.pop(name, None)

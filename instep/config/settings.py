@@ -186,7 +186,7 @@ def check(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, An
     """Check the values of settings, and convert them to their final form.
 
     Args:
-        values: values by name; a value from a command line or a variable is text.
+        values: name of a setting -> its value; a value from a command line or a variable is text.
         sources: source of each value, for errors.
 
     Raises:

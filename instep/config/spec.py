@@ -97,7 +97,7 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
             got=settings.num_nodes,
         )
     c10d = settings.rdzv_backend == "c10d" or (settings.rdzv_backend is None and settings.least_nodes is not None)
-    # With a single machine, MASTER_ADDR and MASTER_PORT in the environment belong to another job.
+    # A single machine uses neither setting. If they come from MASTER_ADDR and MASTER_PORT, those are another job's.
     master_addr = "127.0.0.1" if num_nodes == 1 else settings.master_addr
     master_port = None if num_nodes == 1 else settings.master_port
     if node is not None:
@@ -156,7 +156,7 @@ def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
 
 
 def rank_environment(launch: Launch) -> dict[str, str]:
-    """Return the environment variables of the ranks: only for settings that were given explicitly.
+    """Return the ranks' environment variables: for the settings that were given, the grace period and the config file.
 
     Raises:
         SettingError: strategy options are given without a strategy.
@@ -169,7 +169,7 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
         # clear the strategy options in the environment, since they are for another strategy
         added[variable_of("strategy_options")] = ""
-    # Processes that a rank starts get the same config file, or none if this launch has none, so they find no other.
+    # A launch that a rank starts uses the same config file. If there is none, it must not use the default file.
     added[FILE_VARIABLE] = NO_FILE if launch.file is None else str(launch.file.resolve())
     if settings.cpu_threads is not None:
         added["OMP_NUM_THREADS"] = str(settings.cpu_threads)

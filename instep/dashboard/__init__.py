@@ -6,8 +6,8 @@
 - `source`: the data that all open pages share: the runs, and the readers of their curves.
 - `page`, `details`, `chart`: the page, made with NiceGUI.
 
-Text in a run folder is not trusted. The page shows it as text only: never as HTML, as a prop written in a string, or as
-the key of a chart's option. What a browser sends never becomes part of a path.
+Text in a run folder is not trusted. The page shows it as text only: never as HTML, inside NiceGUI's strings of props,
+or as a key in a chart's options. What a browser sends never becomes part of a path.
 """
 
 __all__: list[str] = []  # this package is internal, and may change in any release

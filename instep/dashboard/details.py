@@ -37,7 +37,7 @@ def box(classes: str, tag: str = "div") -> ui.element:
 
 
 class Shown(dict[str, Any]):
-    """The data that a page shows at present, by the name of the part that shows them."""
+    """What a page shows at present: name of a part of the page -> the data in this part."""
 
     def changed(self, part: str, data: Any) -> bool:
         """Record what a part shows now, and return True if it has changed."""
@@ -106,7 +106,7 @@ def _title(key: str) -> str:
 
 
 def text_table(*columns: str) -> ui.table:
-    """Make a table of texts whose first column is wide."""
+    """Make an empty table of texts with these columns; `fill` puts rows into it."""
     fields: Any = [
         {"name": str(index), "field": str(index), "label": label, "align": "left", "sortable": True, **_FORMAT}
         for index, label in enumerate(columns)

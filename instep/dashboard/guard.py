@@ -31,9 +31,10 @@ class Guard:
     - The address `/?token=...` sets a cookie. A browser with the cookie may write; the page reads this from
       `scope["may_write"]`.
     - Unless `is_open` is set, all other requests need the cookie, including those for files and websockets.
-    - On loopback the Host must be a loopback name. This refuses a page under another name that resolves to 127.0.0.1.
-    - Requests from another site's page are refused, by their Origin and Sec-Fetch-Site. So are websockets from another
-      site, which browsers open without asking.
+    - If `hosts` is not None, the Host must be a loopback name or one of `hosts`. This refuses requests under the name
+      of another site that resolves to 127.0.0.1.
+    - Requests that another site's page makes are refused: the headers Origin and Sec-Fetch-Site show them. Websockets
+      are checked too, since browsers let any page open a websocket to any server.
 
     Args:
         app: the ASGI application of the page.
@@ -55,7 +56,7 @@ class Guard:
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on."""
-        if scope["type"] not in ("http", "websocket"):  # the types of the server's messages at its start and end
+        if scope["type"] not in ("http", "websocket"):  # "lifespan": no request, but the server's start and end
             await self._app(scope, receive, send)
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -64,7 +65,7 @@ class Guard:
             await _answer(send, 303, "", {"location": _without_token(scope), "set-cookie": cookie})
         elif why := self._refusal(scope, headers):
             if scope["type"] == "websocket":
-                # the server answers a websocket that is closed before it is accepted with status 403
+                # If a websocket is closed before it is accepted, the server answers with status 403.
                 await send({"type": "websocket.close", "code": 1008})
             else:
                 await _answer(send, 403, why, {})
@@ -131,7 +132,10 @@ def _query(scope: Message) -> list[tuple[str, str]]:
 
 
 def _without_token(scope: Message) -> str:
-    """Return the requested path without the token, so that no browser history has it; always a path of this server."""
+    """Return the requested path and query without the token, so that no browser history has the token.
+
+    The result is always a path of this server.
+    """
     rest = urlencode([(key, value) for key, value in _query(scope) if key != "token"], errors="surrogateescape")
     return (scope["path"] if scope["path"][1:].isidentifier() else "/") + (f"?{rest}" if rest else "")
 

@@ -31,7 +31,8 @@ class Address:
     Args:
         host: name or address of this machine.
         port: port number; 0: any free port.
-        wants_token: whether the page asks for a token on loopback too, where other users of this machine could look.
+        wants_token: whether a page on loopback asks for a token too. Without it, all users of this machine may see the
+            page. A page on another address always asks.
     """
 
     host: str = "127.0.0.1"

@@ -128,7 +128,7 @@ def _gpus() -> list[tuple[str, float, str]]:
         import pynvml  # pyright: ignore[reportMissingImports]  # imported late, since it may not be installed
 
         pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001  no package or no driver: its errors are not ours to know
+    except Exception:  # noqa: BLE001  without the package or the driver, errors of several types are raised
         return []
     found = []
     for index in range(pynvml.nvmlDeviceGetCount()):

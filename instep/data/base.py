@@ -34,10 +34,10 @@ class BatchSource(ABC):
         first_batch: index in the epoch of the first batch of this pass.
         epoch: the epoch passed to the last `set_epoch`.
         rank_state: whether each rank has its own state; a saved state then fits only the same world size.
-        history: number of latest batches for which `state_dict` can be called. From 2 on, the numbers of samples of
-            yielded batches are remembered too, to weigh the batches of an accumulation window. Set it to the window's
-            size before a pass. `history` matters only if sizes of batches are not known beforehand, or if the data has
-            its own state.
+        history: number of latest batches for which `state_dict` can be called. If it is 2 or more, the numbers of
+            samples of yielded batches are remembered too, to weigh the batches of an accumulation window. Set it to the
+            window's size before a pass. `history` matters only if sizes of batches are not known beforehand, or if the
+            data has its own state.
 
     Example:
         >>> from torch.utils.data import DataLoader

@@ -23,7 +23,7 @@ MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
 class _Track:
-    """Position of one loader within a combined pass. A run goes from a start of the loader to its end.
+    """Position of one loader within a combined pass. A "run" is one reading of the loader, from its start to its end.
 
     Attributes:
         began: index of the combined batch with which the loader's current run began; -1 before its first run.
@@ -77,7 +77,7 @@ class CombinedLoader(BatchSource):
             one loader after the other and yields (batch, batch_idx, dataloader_idx).
 
     Attributes:
-        flattened: the user's loaders, as a list.
+        flattened: all loaders, as a list.
         limits: largest number of batches of each loader: one number for all, a list with one for each, or None. The
             pass is as long as with loaders of these lengths. In mode "sequential" each loader ends at its limit.
             Limits of the Trainer apply too.
@@ -138,7 +138,7 @@ class CombinedLoader(BatchSource):
         """Use at most this number of batches of an epoch, or this fraction of them."""
         self._ready()
         self._limit = self._plan = None
-        # the length is only an estimate, and the data may have more or fewer batches
+        # a claimed length is only an estimate: the data may have more batches, so an int limit does not depend on it
         claimed = not self.plan.total_is_final
         length = None if claimed and isinstance(limit, int) else self.num_batches
         batches = resolve_limit(limit, length, name)
@@ -147,7 +147,7 @@ class CombinedLoader(BatchSource):
 
     @property
     def flattened(self) -> list[Any]:
-        """The user's loaders, in order."""
+        """All loaders, in order: the user's loaders, or the loaders that replaced them in `map`."""
         return list(self._loaders)
 
     @property
@@ -309,7 +309,7 @@ class CombinedLoader(BatchSource):
         known = [number for track in self._tracks if (number := _left(track)) is not None]
         total, combine = None, {"sequential": sum, "min_size": min}.get(self.mode, max)
         lengths = [plan.total for plan in plans if plan.total is not None]
-        # the total is an estimate here, which does not depend on where the pass begins
+        # not final: an estimate from the whole lengths, wherever the pass begins
         if len(lengths) == len(plans) and not final:
             total = combine(lengths)
         elif final:

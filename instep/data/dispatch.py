@@ -61,7 +61,7 @@ class _BatchSizes(NamedTuple):
 
 
 class DispatchLoader(PreparedLoader):
-    """Batches that process 0 reads, and of which it sends each rank its part.
+    """Batches that process 0 reads; it sends each rank its part of every batch.
 
     Every batch is split evenly over the ranks; with `whole`, each rank gets one of `world_size` batches instead. A rank
     without samples gets samples of another rank, to replay them with weight 0. The position in the data is that of the
@@ -108,7 +108,7 @@ class DispatchLoader(PreparedLoader):
         """Number of batches that the reading rank takes from its loader for one step of all ranks."""
         self._even = even
         self._pin = pin and torch.accelerator.is_available()
-        # for each process, the index of the part of the data that it reads; several processes may read the same part
+        # for each process, the index of the part that it gets of each batch; several processes may get the same part
         self._ranks = gather_object(self.rank)
         self._reads = PartialState().process_index == 0
         self._reader: PreparedLoader | None = None
@@ -384,7 +384,7 @@ def _join(described: Any, buffer: torch.Tensor) -> Any:
     def take(leaf: Any) -> Any:
         nonlocal offset
         if not isinstance(leaf, _TensorSpec):
-            return copy.deepcopy(leaf)  # copy the structure, since the next batch may use the same objects
+            return copy.deepcopy(leaf)  # the user may change it, and the next batch may contain the same object
         begin, end = offset, offset + leaf.num_bytes
         offset = end + -end % _ALIGN
         return buffer[begin:end].view(leaf.dtype).view(leaf.shape)

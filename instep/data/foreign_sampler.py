@@ -42,7 +42,7 @@ class ForeignOrder:
 
     @property
     def stateful(self) -> Stateful | None:
-        """The sampler, or the inner sampler of a batch sampler, if it has a `state_dict`; else None."""
+        """The sampler if it can save its state, else a batch sampler's inner sampler if that one can, else None."""
         return next((part for part in _parts(self.sampler) if isinstance(part, Stateful)), None)
 
 
@@ -53,7 +53,7 @@ def generators(sampler: Any) -> list[torch.Generator]:
 
 
 def is_distributed(sampler: Any) -> bool:
-    """Return True if a sampler, or the inner sampler of a batch sampler, already divides the data over the ranks."""
+    """Return True if a sampler or its inner sampler divides the data over the ranks, as torch's DistributedSampler."""
     return any(hasattr(part, "num_replicas") for part in _parts(sampler))
 
 

@@ -89,7 +89,7 @@ class IndexLoader(PreparedLoader):
         self._sizes_of_peers = () if peers_even else tuple(peers)
         self._distributed = drawn is not None and is_distributed(drawn.sampler)
         stateful = drawn is not None and drawn.stateful is not None
-        # ranks may have different positions, since each ends with its own data
+        # without `even`, each rank ends with its own data, so ranks with unequal data have different positions
         apart = not (sampler.even or peers_even)
         self.rank_state = not shared and (stateful or apart)
         self._single = single

@@ -73,21 +73,21 @@ def prepare_loader(
             for a resume only for "train".
         device: device that the batches will be moved to. For CUDA, batches of map-style and dispatched data are put
             into pinned memory, whatever the loader's `pin_memory` is, unless they already have tensors on a device.
-        uneven: what to do if ranks have different numbers of batches (never if instep divides the data). "stop" ends
-            with the first exhausted rank, and warns of the batches that other ranks leave out. With "join" exhausted
-            ranks replay a batch with weight 0. "error" raises an error. None: "stop" for training, "join" for other
-            stages.
+        uneven: what to do if ranks have different numbers of batches, which is never so if instep divides the data.
+            "stop" ends with the first exhausted rank, and warns of the batches that other ranks leave out. With "join"
+            exhausted ranks replay a batch with weight 0. "error" raises an error. None: "stop" for training, "join" for
+            other stages.
         split_batches: whether the loader's batch size is that of all ranks together, so that each batch is split over
             them.
         dispatch: True: only rank 0 reads, and sends the other ranks their parts (see `DispatchLoader`). For a plain
             `DataLoader`, rank 0 reads larger batches and slices them, so that each rank gets the loader's batch size.
             For a loader that makes its own batches, each rank gets whole batches, unless `split_batches` is set. With
-            None, rank 0 reads only data that is probably the same on every rank: iterable data without
-            `use_distributed_sampler=False`, and loaders that instep would have to rebuild.
+            None, rank 0 reads only data that is probably the same on every rank: iterable data, and loaders that instep
+            cannot rebuild. With `use_distributed_sampler=False`, or a sampler that divides the data, every rank reads.
         even_batches: whether all ranks run the same number of steps. If False, a rank that has no more data ends
             earlier than the others; it neither replays a batch with weight 0 nor stops the others. Then `num_batches`
-            differs per rank. A rank without a sample still replays one if a dispatched batch that is not the last
-            one has fewer samples than there are ranks.
+            differs per rank. In one case a rank still replays a sample: a dispatched batch before the last one has
+            fewer samples than there are ranks.
         stateful: whether to read a plain `DataLoader`'s iterable data through torchdata's StatefulDataLoader, which
             resumes without reading the data again (`stage="train"` only). For map-style data nothing changes.
         streams: how data without a length is divided, as in `Trainer(streams=...)`. "auto" divides the data if the
@@ -172,7 +172,7 @@ def prepare_loader(
 
 
 def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
-    """Rebuild the loader if it needs another batch size, or with `stateful` as torchdata's StatefulDataLoader."""
+    """Rebuild the loader if `batch_size` differs from its own; if `stateful`, as torchdata's StatefulDataLoader."""
     if batch_size is not None and batch_size != getattr(loader, "batch_size", None):
         if not _can_batch(loader):
             raise _no_batch_size(loader, batch_size)
@@ -199,7 +199,7 @@ def _check_spread(loader: Any, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Arguments that all kinds of loaders need: the rank, the limit, and what to do if numbers of batches differ."""
+    """Arguments that all kinds of loaders need: the rank, the limit, and what to do if a rank has fewer batches."""
 
     shard: DataShard
     limit: int | float | None
@@ -295,7 +295,8 @@ def _dispatched(
 ) -> PreparedLoader:
     """Make a `DispatchLoader`.
 
-    Rank 0 reads by `read` in batches of `batch_size`, and each rank gets `size` samples of a batch.
+    Rank 0 reads through `read`. With `split`, it reads batches of `batch_size` samples; otherwise batches for all ranks
+    together. Each rank gets `size` samples of a batch. If the loader makes its own batches, each rank gets whole ones.
     """
     from instep.data.dispatch import DispatchLoader  # imported late: used only for dispatched data
 
@@ -377,11 +378,11 @@ _Claim = tuple[int | None, int | None]  # a reliable and an estimated number of 
 def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, divide: str | None) -> PreparedLoader:
     """Prepare a loader whose own iterator makes the batches, in an order that instep does not know.
 
-    `divide` is the value of `streams`, by which a loader without a length is divided over the ranks; None divides
-    nothing.
+    `divide` says how a loader without a length is divided over the ranks, as the argument `streams` does; None: it is
+    not divided.
     """
     stateful, rewinds = _stateful_part(loader), None
-    if not resumable:  # a state is copied at every batch only if it may be needed for a resume
+    if not resumable:  # no resume needs the loader's state, so the state is not copied at every batch
         rewinds, stateful = None if isinstance(loader, DataLoader) else stateful, None
     length, estimate = mine = _lengths(loader)
     everyone = wanted.everyone(mine, "an iterable of batches")

@@ -13,7 +13,7 @@ from instep.state.rank_records import digest_of
 
 
 def mark_of(batch: Any) -> int:
-    """Hash a batch to a number above 0; return 0 if it holds a value that cannot be compared."""
+    """Hash a batch to a number above 0; return 0 if it has no values, or a value that cannot be compared."""
     parts: list[str] = []
     for _, leaf in iter_leaves(batch):
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_quantized):

@@ -61,7 +61,7 @@ class DataModule(HyperParameters):
     # ---- preparing the data
 
     def prepare_data(self) -> None:
-        """Download and prepare data on disk. Called on one process per node, before `setup`."""
+        """Download and prepare data on disk. Called before `setup`, on one process: see `prepare_data_per_node`."""
 
     def setup(self, stage: str) -> None:
         """Split data and build data sets. Called on every process.
@@ -167,8 +167,8 @@ class DataModule(HyperParameters):
             val_dataset: one data set, or several in a list.
             test_dataset: one data set, or several in a list.
             predict_dataset: one data set, or several in a list.
-            batch_size: samples per process and batch. A constructor of a subclass with this argument gets it too.
-            num_workers: worker processes per loader. A constructor of a subclass with this argument gets it too.
+            batch_size: samples per process and batch. Passed to the constructor of a subclass too, if it accepts this.
+            num_workers: worker processes per loader. Passed to the constructor of a subclass too, if it accepts this.
             **options: passed to the constructor of a subclass.
 
         Raises:

@@ -31,8 +31,9 @@ class Splitter:
     are not split.
 
     Args:
-        columns: whether a list that could be a list of columns or of samples is taken as a list of columns, as in
-            the batches of torch's own collation, which makes no lists of samples.
+        columns: how to treat an ambiguous list, which could hold columns or samples. True: as columns, which is right
+            for batches of torch's default collation, since it makes no lists of samples. False: the types of the items
+            or an earlier batch must decide, or else an error is raised.
 
     Example:
         >>> splitter = Splitter()
@@ -149,7 +150,7 @@ class Splitter:
         common, tensors = _common(data)
         columns, samples = common is not None and rows in common, len(data) == rows
         if not tensors and self._known.get(place, False) is None:
-            return None  # in a smaller batch, the number of samples may equal the number of items by chance
+            return None  # in an earlier batch they were neither; now they may be as many as the samples by chance
         if not columns and not samples:
             if not tensors and self._known.setdefault(place) is not None:
                 raise DataError(
@@ -218,7 +219,7 @@ def _common(values: Iterable[Any]) -> tuple[set[int] | None, bool]:
 
 
 def _kind(data: Any) -> Any:
-    """Return a key of a value's type, which is the same for all values of one column."""
+    """Describe the type of a value, so that all values of one column have the same description."""
     if isinstance(data, torch.Tensor):
         return data.dtype, data.ndim
     if isinstance(data, (list, tuple)):
@@ -227,5 +228,5 @@ def _kind(data: Any) -> Any:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return True if a value with this key can be a column, because its items have the same type."""
+    """Return True if a value of this kind can be a column: it is no list or tuple with items of different kinds."""
     return not (isinstance(kind, tuple) and isinstance(kind[1], frozenset) and len(kind[1]) > 1)

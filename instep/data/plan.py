@@ -132,9 +132,9 @@ class Sizes(Protocol):
 
 
 def rank_weight(source: Sizes) -> float:
-    """Return the factor by which this rank multiplies its mean loss, so that the mean over ranks is that over samples.
+    """Return the factor for this rank's mean loss with which the mean over ranks equals the mean over all samples.
 
-    It is 1 if all ranks have the same number of samples.
+    The factor is 1 if all ranks have the same number of samples.
     """
     units = source.share.units
     return 1.0 if units is None else units[0] * source.world_size / units[1]
@@ -178,8 +178,8 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0
 def gradient_correction(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0) -> float:
     """Return the factor for the gradients at the end of an accumulation window, before the optimizer's step.
 
-    The factor is 1, unless the sizes were unknown when `window_scale` was called, and the window is shorter than
-    expected or its batches differ in size.
+    The factor is 1 if `window_scale` knew the sizes of the window's batches. Otherwise it corrects two errors: the
+    window has fewer batches than expected, or its batches differ in size.
     """
     plan = source.plan
     if not plan.corrects:
@@ -253,7 +253,7 @@ def derive_phases(sizes: Mapping[int, int], world_size: int, loader_batch_size: 
 
 
 def phase_at(phases: Mapping[int, int], step: int) -> tuple[int, int | float]:
-    """Return the value at a step, and the step of its next change. `phases` maps a value's first step to it."""
+    """Return the value at a step, and the step of its next change. `phases` has each value under its first step."""
     holds = max(begin for begin in phases if begin <= step)
     return phases[holds], min((begin for begin in phases if begin > step), default=math.inf)
 

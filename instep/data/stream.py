@@ -337,7 +337,7 @@ class StreamLoader(PreparedLoader):
         return self._started is not None and getattr(self._iterated, "_iterator", None) is self._started
 
     def _rewind(self) -> None:
-        """Rewind a source to its first state, if the last pass was left before the end."""
+        """Load the first state of `rewinds` again, if the last pass was left before the end of the data."""
         if self._end_is_unread and self._rewinds is not None:
             self._rewinds.load_state_dict(copy.deepcopy(self._first_state) or {})
         self._end_is_unread = False

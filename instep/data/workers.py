@@ -95,7 +95,7 @@ def _end_with_main() -> None:
 def _is_orphan() -> bool:
     main, own = multiprocessing.parent_process(), multiprocessing.current_process()
     method = getattr(own, "_start_method", None) or multiprocessing.get_start_method()
-    # With "forkserver" the worker's parent is the fork server, which ends with the main process.
+    # With "forkserver" the worker's parent is always the fork server, which itself ends with the main process.
     return main is not None and method != "forkserver" and main.pid != os.getppid()
 
 
@@ -177,7 +177,7 @@ def end_workers(started: Any) -> None:
     """
     if started is None or _running.pop(started, 0) != os.getpid():
         return
-    # Remove the ids of the workers, since torch takes the end of a known worker that was killed for a failure, and may
+    # Remove the workers' ids from torch's list. If a listed worker is killed, torch takes this for a failure, and may
     # raise an error anywhere in the program.
     if started._worker_pids_set:
         started._worker_pids_set = False

@@ -43,7 +43,8 @@ def is_device_error(error: BaseException) -> bool:
 def device_failed(error: BaseException, device: torch.device) -> bool:
     """Return True if the device fails at every call since an error such as an illegal memory access.
 
-    The device is tested only if the error came from it, since a call may wait for a rank that will not come.
+    The device is tested only if the error came from it: a device that works may be busy with a collective, and the test
+    would wait for a rank that will not come.
 
     Args:
         error: error that ended the run.

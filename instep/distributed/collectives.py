@@ -1,7 +1,7 @@
 """Collectives on nested tensors.
 
 Each collective first compares the ranks' calls (operation, structure, shapes, dtypes); see `agree` in `objects.py`.
-Only `all_reduce_` compares nothing: it is for frequent calls whose tensors are known to fit.
+Only `all_reduce_` compares nothing outside checked mode: it is for frequent calls whose tensors are known to fit.
 
 With one process nothing is sent, and results have the same form as with several processes: a 0-dim tensor is gathered
 to shape (1,).

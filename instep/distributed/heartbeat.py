@@ -65,7 +65,7 @@ def recorded() -> list[dict[str, Any]]:
 
     This is safe in any thread, even while other threads wait for a device or another rank.
     """
-    from torch._C import _distributed_c10d as c10d  # imported late: torch.distributed may be missing
+    from torch._C import _distributed_c10d as c10d  # imported late: needed only in a hang
 
     entries: list[dict[str, Any]] = []
     for name in _DUMPS:
@@ -260,7 +260,7 @@ class Watchdog:
         self._poll_s = min(0.5, timeout_s / 10)
         self._alarm_s = -float("inf")
         self._hooks: tuple[Any, Any, Any] | None = None
-        # With one rank and no agent, no other process could read stacks in the heartbeat file, so stacks go to stderr.
+        # With one rank on the node and no agent, no other process can read stacks in the heartbeat file: use stderr.
         self._own = beats.count > 1 or heart.by_agent
         self._out = os.dup(beats.fileno if self._own else 2)
         self._closed = threading.Event()

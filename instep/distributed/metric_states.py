@@ -35,7 +35,7 @@ def metric_objects(module: nn.Module) -> dict[str, Any]:
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """Return the states of this rank's metric objects since their last reset, by their names in the module."""
+    """Return name in the module -> state, for this rank's metric objects that were updated since their last reset."""
     return {
         name: {"updates": metric._update_count, "state": _state(metric)}
         for name, metric in metric_objects(module).items()
@@ -52,7 +52,7 @@ def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
     """Restore the result of `metric_states`; skip a metric that the module no longer has."""
     metrics = {name: metric for name, metric in metric_objects(module).items() if name in states}
     for metric in metrics.values():  # reset all metrics before loading any: a metric composed of others resets these
-        metric.reset()  # the loaded state already includes what hooks have counted since the start of this run
+        metric.reset()  # drops what hooks have counted since the start of this run: the loaded state has it already
     for name, metric in metrics.items():
         metric._update_count = states[name]["updates"]
         known, device = metric.metric_state, getattr(metric, "device", None)
@@ -251,7 +251,7 @@ def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Return, by metric name, the shapes of the metric's list states and its number of updates (1 if unknown)."""
+    """Return name of a metric -> the shapes of its list states, and its number of updates (1 if unknown)."""
     found: dict[str, tuple[dict[str, Any], int]] = {}
     for one in accumulators:
         if one.metric is not None:
@@ -303,7 +303,7 @@ def able_to_compute(metric: Any, shapes: Mapping[str, Any], of_this_rank: bool =
 
     Args:
         metric: a metric object.
-        shapes: results of `list_shapes` (dtype and shape) on ranks whose list states are not empty, by their keys.
+        shapes: entries of `list_shapes` from the ranks whose list states are not empty.
         of_this_rank: whether to compute from this rank's counts alone, as when the other ranks do not compute:
             torchmetrics would wait for them.
     """

@@ -90,7 +90,8 @@ def gather_object(obj: Any) -> list[Any]:
 
     Raises:
         Exception: the error raised by pickle, on ranks whose object cannot be pickled.
-        RemoteError: on the other ranks, with the first rank whose object cannot be pickled, and its traceback.
+        RemoteError: on the other ranks; it names the first rank whose object cannot be pickled, and has the traceback
+            of that rank.
         DistributedError: a message was not signed with this job's secret.
 
     Example:
@@ -165,7 +166,7 @@ def raise_together(error: BaseException | None, doing: str) -> None:
 
     Raises:
         BaseException: `error` itself, on ranks that have an error.
-        RemoteError: on the other ranks, with the first failing rank and its traceback.
+        RemoteError: on the other ranks; it names the first failing rank, and has the traceback of that rank.
 
     Example:
         >>> error = None

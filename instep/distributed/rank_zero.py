@@ -46,10 +46,11 @@ class RankGroup:
     def close(self, abort: bool = False) -> None:
         """Destroy the process group that `apart` created.
 
+        Afterwards every method that sends messages raises an error. It must not use the control group instead, where
+        the other ranks would take the message for an answer to something else.
+
         Args:
-            abort: whether to end pending operations in the group, in any thread, by an error. In any case, every method
-                that sends messages raises an error after `close`: over another group, the other ranks would take its
-                message for an answer to something else.
+            abort: whether to end pending operations in the group, in any thread, by an error.
         """
         if self._group is not None and not self._given_up:
             self._given_up = True

@@ -39,8 +39,8 @@ def compare_replicas(tensors: Mapping[str, Tensor]) -> list[ReplicaDifference]:
     """Compare tensors by hash between the ranks that hold them. Collective.
 
     Each rank passes its tensors, in any order; names that only one rank has are not compared. For a DTensor, ranks with
-    the same shard are compared. First, ranks send one hash for all tensors with the same shard position; hashes of
-    single tensors are sent only if these differ.
+    the same shard are compared. First, ranks send one hash for all tensors with the same shard position. They send
+    hashes of single tensors only if the first hashes differ.
 
     Args:
         tensors: tensors by name, on any device; lazy and meta tensors are left out.
@@ -98,7 +98,7 @@ def weigh(data: Tensor) -> int:
 def _local(tensor: Tensor) -> tuple[Tensor | None, str]:
     """Return this rank's shard of a tensor, and a text that says which shard it is.
 
-    The shard is None for a lazy tensor or a partial sum.
+    The shard is None for a lazy tensor, for a partial sum, and on a rank outside the tensor's mesh.
     """
     placements = getattr(tensor, "placements", None)
     if placements is None:

@@ -60,7 +60,7 @@ class Deadline:
         self._thread.start()
 
     def note(self, number: int) -> None:
-        """Report a signal, which starts the grace period. The signal's handler calls this."""
+        """Report a signal to the thread, unless the wake-up descriptor does so. The signal's handler calls this."""
         if not self._wakes:
             os.write(self._sender, bytes([number]))
 
@@ -216,7 +216,7 @@ class SignalGuard:
             if self._before.get(number) is signal.SIG_DFL:
                 self._killed(signal.Signals(number).name)
             self._put_back()
-            self.received = None  # the signal is raised on the next line, so not again at the block's end
+            self.received = None  # `__exit__` must not raise the signal again, since the next line raises it
             signal.raise_signal(number)
 
 

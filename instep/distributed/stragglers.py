@@ -2,7 +2,7 @@
 
 Ranks that train together all take the same time for a step, since the fast ones wait. So a thread checks twice a second
 what the training thread is doing: waiting for other ranks (a backward pass counts as waiting, since it reduces
-gradients), waiting for data, or working. The fraction of samples in which it is working, times the step's time, is the
+gradients), waiting for data, or working. The fraction of checks in which it is working, times the step's time, is the
 rank's work time. Every 30 s each rank writes this time into torch's key-value store. Rank 0 reports ranks whose time
 was far above that of the others twice in a row, and writes the latest times into the run folder for `instep dashboard`.
 The training thread itself does none of this.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PERIOD_S = 0.5
 SAMPLES = 60
-"""Least number of samples in one measurement; the fraction of time for each activity is then known to about 0.06."""
+"""Least number of checks in one measurement; the fraction of time for each activity is then known to about 0.06."""
 APART = 0.25
 """A straggler is a rank that works longer than the median rank, by more than this fraction of a step's time."""
 
@@ -149,7 +149,7 @@ class PaceWatch:
             turn += 1
 
     def _measure(self) -> Pace | None:
-        """Measure this rank's step times over at least `SAMPLES` samples of training; return None after `close`."""
+        """Measure this rank's step times over at least `SAMPLES` checks of the thread; return None after `close`."""
         seen = {"wait": 0, "data": 0, "work": 0}
         steps, seconds, turn = 0, 0.0, -1
         step, at = self._numbers[STEP], time.monotonic()

@@ -181,10 +181,10 @@ class Triggers:
         self._every, self._next = every, 0
 
     def check(self, name: str | None = None) -> bool:
-        """Return True if any process has set a trigger. Blocking.
+        """Return True, on all processes, if any process has set a trigger. Blocking.
 
-        In this case all processes get True, and the trigger is reset on all of them. A trigger of the Trainer's own
-        loop is not reset, since the loop has not acted on it yet.
+        The trigger is then reset on all processes. A trigger of the Trainer's own loop is not reset, since the loop has
+        not acted on it yet.
 
         Args:
             name: name of the trigger; None for any trigger that is not the loop's own.

@@ -55,7 +55,7 @@ class FailureReport:
 
 
 def tell_trainer(trainer: Callable[[], Any]) -> None:
-    """Register the Trainer whose step a report contains, by a weak reference."""
+    """Register a weak reference to the Trainer, whose step a report contains."""
     global _trainer
     _trainer = trainer
 
@@ -117,7 +117,7 @@ def is_remote(error: BaseException | str) -> bool:
 
 def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
     """Write an exception into this rank's error file; if the file cannot be written, print why and return False."""
-    # the keys are those of torchrun's report, and two more
+    # the first two keys are those of torchrun's report; the other keys are instep's
     extra = {
         "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "timestamp": str(int(time.time())),
@@ -135,14 +135,14 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
 
 
 def tell_run_folder(folder: Path) -> None:
-    """Tell instep's agent the path of the run folder, where it may have to write `status.json` for the main process."""
+    """Tell instep's agent where the run folder is: it writes `status.json` there if the main process cannot."""
     path = os.environ.get(_ERROR_FILE)
     if path and _agent_lives():
         Path(path).with_name(_RUN_FOLDER).write_text(str(folder.absolute()))
 
 
 def read_run_folder(error_file: str | os.PathLike[str]) -> Path | None:
-    """Return the run folder that a rank has told the agent, by the rank's error file; None if it has told none."""
+    """Return the run folder that the rank with this error file has told the agent; None if it has told none."""
     try:
         return Path(Path(error_file).with_name(_RUN_FOLDER).read_text())
     except OSError:

@@ -52,7 +52,7 @@ class NodeWatch:
         self.beats = HeartbeatFile.make(folder / "heartbeats", count)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return environment variables for the ranks: the heartbeat file's path, settings of torch's flight recorder.
+        """Return environment variables for the ranks: the paths of two files, and settings of torch's flight recorder.
 
         Args:
             given: variables that are set already, and are not changed.

@@ -20,7 +20,7 @@ HEARTBEAT_FILE = "INSTEP_HEARTBEAT_FILE"
 PACES_FILE = "paces.json"
 """File in the run folder with the time that each rank works in a step, as it was measured last."""
 SLOW = 10
-"""Factor on the time limit of a step for all other work: starting, loading, saving, compiling, ending an epoch."""
+"""Work other than steps may take this many times a step's limit: starting, loading, saving, compiling, epoch ends."""
 
 PHASES = ("outside", "start", "load", "train", "validate", "test", "predict", "save", "epoch", "end")
 LOOPS = ("train", "validate", "test", "predict")

@@ -53,7 +53,7 @@ class ProgressFile:
         self._thread.start()
 
     def close(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
-        """End the thread, and write once more if the file exists; after an error, the last content stays."""
+        """End the thread. If the file exists, write it a last time; after an error, leave it as it was written last."""
         self._failed = error is not None
         self._closed.set()
         self._thread.join()

@@ -1,11 +1,13 @@
 """Read and write `status.json` in a run folder, which says how a run ended, and `failures/`, with the ranks' errors.
 
-The main process writes `status.json`. After the ranks have ended, the agent adds what the main process did not know or
-could not write: that it was killed or aborted, or which rank's error broke the connection.
+The main process writes `status.json`. The agent is the process that starts the ranks of a node. After the ranks have
+ended, the agent adds what the main process did not know or could not write: that the main process was killed or
+aborted, or which rank's error broke the connection.
 
 A file `failures/rank-<n>.json` says for a rank that failed what its error was and what it was doing. The rank writes
-the file itself. For a killed rank the agent writes the file, and in a hang the process that reports the hang. Without
-an agent, the main process only sees that the connection to a rank broke, and finds the cause in these files.
+the file itself. The agent writes it for a killed rank, and the process that reports a hang writes it for a hanging
+rank. Without an agent, the main process only sees that the connection to a rank broke, and finds the cause in these
+files.
 """
 
 from __future__ import annotations
@@ -40,16 +42,19 @@ _OF_A_RANK = re.compile(r"rank-[0-9]+\.json")
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Return True if a file in a run folder is written by this module or by `streams.ledger`, by the file's name."""
+    """Return True if a file of this name belongs to this module, to `health.progress_file` or to `streams.ledger`."""
     return name == _SPARE or name.startswith((NAME, PROGRESS, "samples")) or _OF_A_RANK.match(name) is not None
 
 
 def begin_status(folder: Path, content: dict[str, Any]) -> None:
-    """Write the status of a run that begins, delete files of earlier runs, and reserve disk space for the end."""
+    """Write the status of a run that begins, and reserve disk space for its last status.
+
+    The failures and the progress of an earlier run in this folder are deleted.
+    """
     shutil.rmtree(folder / FAILURES, ignore_errors=True)
     (folder / PROGRESS).unlink(missing_ok=True)
     write_status(folder, content)
-    with contextlib.suppress(OSError):  # the disk is full already: the first save reports it
+    with contextlib.suppress(OSError):  # if the disk is full already, the first save of a checkpoint reports it
         (folder / _SPARE).write_bytes(bytes(LEASE_BYTES))
 
 
@@ -81,7 +86,7 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 def in_short(text: str) -> str:
-    """Return the beginning of the first line of an error message, where the whole message is shown elsewhere.
+    """Return the beginning of the first line of an error message, for a place with little room, such as a table.
 
     If a worker of a loader raised the error, the line with the worker's error is used, without the traceback that torch
     puts before it.
@@ -116,7 +121,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def read_step(folder: Path, run_id: str) -> int:
-    """Return the number of optimizer steps that a run has done, by the files in its folder; 0 if they do not say it."""
+    """Return how many optimizer steps a run has done, as its folder's files say; 0 if they are not of this run."""
     said, seen = _read(folder / NAME) or {}, _read(folder / PROGRESS) or {}
     steps = [each.get("global_step") for each in (said, seen)]
     return max((step for step in steps if type(step) is int), default=0) if said.get("run_id") == run_id else 0
@@ -142,14 +147,18 @@ def leave_failure(folder: Path, rank: int, facts: dict[str, Any]) -> None:
             `remote` that are known.
     """
     content = {"rank": rank, "time": time.time(), "cause": False, **facts}
-    # The path does not exist on this machine, or the disk is full: the error is printed in any case.
+    # Writing fails if the folder does not exist on this machine, or if the disk is full. The rank's error is still
+    # printed.
     with contextlib.suppress(OSError):
         (folder / FAILURES).mkdir(exist_ok=True)
         replace(folder / FAILURES / f"rank-{rank}.json", _json(content))
 
 
 def read_failures(folder: Path) -> list[dict[str, Any]]:
-    """Read the files of failed ranks: first the cause, then errors of the ranks' own, then others, each by time."""
+    """Read the files of failed ranks, in this order: the cause, own errors of ranks, errors that other ranks caused.
+
+    Files of one kind are sorted by time.
+    """
     found = [_read(path) for path in (folder / FAILURES).glob("rank-*.json") if _OF_A_RANK.fullmatch(path.name)]
     known = [one for one in found if one is not None and isinstance(one.get("rank"), int)]
     return sorted(known, key=lambda one: (not one.get("cause"), bool(one.get("remote")), _number(one.get("time"))))

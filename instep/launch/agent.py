@@ -59,11 +59,11 @@ _PASSED_ON = {  # signal to the agent -> signal that the agent sends to the rank
 _STARTING_S = 300.0
 _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
-_UNTIL_TERM_S = 1.0  # seconds after a failure in which other ranks may end by themselves, each with its own message
+_UNTIL_TERM_S = 1.0  # seconds from a failure to SIGTERM, so that other ranks may end with messages of their own
 _POLL_S = 0.02
 _SAID_S = 1.0  # seconds that the failing rank's agent waits for reports of other agents, so that its report comes last
 
-# Rendezvous objects of nodes that were cut off. They must stay alive, since their threads still wait for an answer.
+# Rendezvous objects of jobs from which this node was cut off. Keep them alive: their threads still wait for an answer.
 _unfinished: list[Nodes] = []
 
 
@@ -97,8 +97,8 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         agent = NodeAgent(spec, workers, folder, forked, rendezvous, watch, handlers_before)
         try:
             agent.run()
-        # The signal came while ranks started. The ranks got it too; the agent has waited for them and counted their
-        # exit codes.
+        # The signal came while ranks started. `end_ranks` has passed it on to the ranks, waited until they ended, and
+        # set the agent's exit code.
         except SignalException as got:
             if forked is not None and got.sigval == signal.SIGINT:
                 forked.interrupted = True
@@ -175,7 +175,10 @@ class NodeAgent:
 
     @contextmanager
     def starting(self, group: WorkerGroup) -> Iterator[None]:
-        """Open the round before ranks start; after that, handle signals that torch's agent got in the meantime."""
+        """Open a round before its ranks start; after the start, replace the signal handlers of torch's agent.
+
+        A round lasts from a start of the ranks until they have ended.
+        """
         self._open_round(group)
         self._watch.reset()
         self._hung = False
@@ -222,7 +225,7 @@ class NodeAgent:
             _say(self._watch.report())
         if self._hung or self._received or any(codes.values()) or channel.alarm or channel.waiting or channel.cut_off:
             if EXIT_PREEMPTED in codes.values():
-                channel.refresh()  # the ranks may have been asked to end because another node wants to join
+                channel.refresh()  # look whether another node has asked all ranks to end so that a new node can join
             self._end_round()
             return self._verdict()
         if None in codes.values() or not channel.all_done():
@@ -257,8 +260,8 @@ class NodeAgent:
         """Wait until every rank has ended; kill ranks that still run at the deadline.
 
         Args:
-            end_with: signal to send to the ranks at once, after an error in the agent or a signal during a start. None:
-                the round ends because of an exit code, a signal to this agent, or a message of another agent.
+            end_with: signal to send to the ranks at once, after an error in the agent. None: the round ends for another
+                reason: an exit code, a hang, a signal to this agent, or a message of another agent.
         """
         channel, ranks = self._talk, self._ranks
         self._first: list[int] = [EXIT_HUNG] if self._hung else []

@@ -16,7 +16,7 @@ from instep.errors import SettingError, UsageError
 
 
 def this_command() -> tuple[str, ...]:
-    """Return the arguments after the Python executable that run this program again.
+    """Return the command that runs this program again, without the Python executable at its beginning.
 
     Interpreter options such as `-W` and `-X` are kept; `python -m module` keeps its module; the script's own path is
     made absolute. The program's arguments are the original ones, even if the program has changed `sys.argv`.
@@ -54,9 +54,9 @@ def check_program(program: Sequence[str], *, module: bool = False, python: bool 
     """Check that a program can be started, before its ranks are started.
 
     Args:
-        program: a script and its arguments.
-        module: whether the script is the name of a module, as for `python -m`; the module is found but not imported.
-        python: whether this Python runs the script; if not, the script is a command of its own.
+        program: a script, module or command, followed by its arguments.
+        module: whether the program is a module, as for `python -m`; the module is found but not imported.
+        python: whether this Python runs the program; if not, the program is a command of its own.
 
     Raises:
         SettingError: the script, module or command does not exist.
@@ -77,7 +77,7 @@ def _has_module(name: str) -> bool:
     first, *inner = name.split(".")
     try:
         spec = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)
-    except ValueError:  # the module has no spec, like `__main__`
+    except ValueError:  # the module is loaded, so it exists, but it has no spec, like `__main__`
         return True
     places: Iterable[str] | None = None
     for part in inner:

@@ -11,12 +11,12 @@ __all__ = ["LaunchSpec", "is_worker", "run", "spec_for_nodes"]
 
 
 def run(spec: LaunchSpec) -> int:
-    """Run a command as `spec.nproc` ranks, as the agent of this node, and return when all ranks have ended.
+    """Run a command as `spec.nproc` ranks on this node, and return when all ranks of the job have ended.
 
-    Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks. The
-    ranks then have `spec.shutdown_s` seconds to save and end; a second signal ends this time early. When a rank fails,
-    all other ranks end within seconds, and its traceback is printed last. On Linux, the ranks are killed if the agent
-    dies.
+    This process becomes the agent of the node. Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP, SIGUSR1
+    and SIGUSR2 are passed on to the ranks. The ranks then have `spec.shutdown_s` seconds to save and end; a second
+    signal ends this time early. When a rank fails, all other ranks end within seconds, and the traceback of the failed
+    rank is printed last. On Linux, the ranks are killed if the agent dies.
 
     Call this from the main thread, so that signals can be handled.
 

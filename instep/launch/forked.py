@@ -2,9 +2,9 @@
 
 A forked process does not have OpenMP's threads, so a rank uses one thread; with more threads it would hang. A forked
 process cannot use a device that its parent uses, so the parent must have used neither the process group nor the GPU. A
-lock that another thread of the parent holds during the fork stays locked forever in the forked process. When a rank
-connects, a thread of the agent's store takes such a lock, that of glibc's resolver. So the ranks wait until all of them
-are forked.
+lock that another thread of the parent holds during the fork stays locked forever in the forked process. One such lock
+is that of glibc's resolver: while a rank connects to the agent's store, a thread of the store holds it. So no rank
+connects before all ranks are forked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READ_S = 5.0  # seconds to read a result after its rank has ended; enough for t
 
 
 class Failure(NamedTuple):
-    """The rank that failed, how it ended, and its report; None if it wrote no report."""
+    """The rank that failed, how it ended, and its report, which is None if the rank wrote none."""
 
     rank: int
     how: str
@@ -60,13 +60,16 @@ class Forked:
 
     @contextmanager
     def starting(self, count: int) -> Iterator[None]:
-        """Fork the ranks in the `with` block. They begin to run after the block; then their results are read."""
+        """Make pipes for ranks that the `with` block forks. After the block, let the ranks run, and read their results.
+
+        A forked rank waits for data in its pipe before it calls the function.
+        """
         self._pipes, self._results, self._problems = [Pipe() for _ in range(count)], {}, {}
         try:
             yield
         except BaseException:
             for here, _ in self._pipes:
-                here.close()  # closing the pipe ends the forked processes
+                here.close()  # a rank that waits for data ends when its pipe is closed
             raise
         self._readers = []
         for local_rank, (here, there) in enumerate(self._pipes):
@@ -83,12 +86,12 @@ class Forked:
         with here:
             try:
                 results[local_rank] = here.recv()
-            except Exception as error:  # noqa: BLE001  told by `results`
+            except Exception as error:  # noqa: BLE001  (the method `results` raises an error about it)
                 problems[local_rank] = error
 
     def run(self) -> None:
         """Run in a rank: call the function, send its result, and end this process."""
-        # Imported late, so that this module loads quickly; a process that starts ranks has loaded torch before.
+        # Imported late, so that this module loads quickly. The process that forked this one has loaded torch already.
         import torch
 
         parent = os.getppid()
@@ -105,7 +108,7 @@ class Forked:
         _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
         for end in chain(*self._pipes):
             if end is not pipe:
-                end.close()  # an end that is open here would hide the end of another rank from the agent
+                end.close()  # a copy left open here would keep the pipe of another rank open after that rank has ended
         try:
             pipe.recv_bytes()
             # Sent as bytes, since `send` would put tensors into shared memory, which ends with this process.

@@ -99,7 +99,7 @@ def _override(name: str, value: Path) -> str:
 
 
 def _insert(command: tuple[str, ...], told: list[str]) -> tuple[str, ...]:
-    """Insert overrides after the user's overrides, since Hydra's parser accepts only one group of them."""
+    """Insert overrides right after the user's overrides, since Hydra's parser accepts no option between overrides."""
     theirs = [index for index, word in enumerate(command) if index and _OVERRIDE.match(word)]
     at = theirs[-1] + 1 if theirs else len(command)
     return (*command[:at], *told, *command[at:])

@@ -2,10 +2,10 @@
 
 A round is the time from one start of all ranks to their end.
 
-A thread reads the agents' store a few times a second, over its own connection, since an answer may never come. If the
-store does not answer for `patience_s`, this node counts as cut off. Each node increments a number in the store, its
-beat. The first node watches the beats of all other nodes, and the other nodes watch the beat of the first. Times are
-measured by the clock of the node that watches.
+A thread with its own connection reads the agents' store a few times a second, since a read blocks if no answer comes.
+If the store does not answer for `patience_s`, this node counts as cut off. Each node increments a number in the store,
+its beat. The first node watches the beats of all other nodes, and the other nodes watch the beat of the first. Times
+are measured by the clock of the node that watches.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | Non
 
     Args:
         count: number of ranks on this machine.
-        system: folder of the system in sysfs.
-        allowed: cores that this process may use; None: the system is asked.
+        system: folder of sysfs that describes NUMA nodes (`node/`) and cores (`cpu/`).
+        allowed: cores that this process may use; None: those of its CPU affinity.
 
     Returns:
         For each rank, the numbers of its logical CPUs, at least one.
@@ -160,7 +160,8 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 
     Args:
         spec: the job.
-        again: whether this agent may belong to a job that its launcher has restarted; False in a notebook.
+        again: whether to look for the id of a job that a launcher, such as SLURM, may have restarted. False in a
+            notebook, where each job is new.
     """
     # A job that was started in a terminal is always new: SLURM does not requeue a command that was typed into a shell,
     # and all commands of a shell belong to the same step, so the step does not identify a job.
@@ -200,7 +201,10 @@ def secret_of(spec: LaunchSpec) -> Secret:
 
 
 def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
-    """Return variables that point to files in the agent's folder; no variable contains the secret itself."""
+    """Write the secret to a file in the agent's folder, and return variables that name the file, not the secret.
+
+    The value None removes a variable.
+    """
     file = folder / "secret"
     write_secret(file, secret)
     return {JOB_SECRET: None, JOB_SECRET_FILE: str(file), MEETING_FILE: None}
@@ -237,5 +241,5 @@ def signals_restored(signals: Iterable[signal.Signals]) -> Iterator[dict[signal.
     finally:
         if threading.current_thread() is threading.main_thread():
             for signum, handler in before.items():
-                # None means that C code installed the handler.
+                # None means that C code installed the handler, and Python cannot restore it.
                 signal.signal(signum, signal.SIG_DFL if handler is None else handler)

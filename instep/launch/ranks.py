@@ -51,7 +51,7 @@ class Ranks:
             process.send_signal(signum)
 
     def kill(self) -> None:
-        """Kill the running ranks with all processes that they started, since each rank leads its own session."""
+        """Kill the running ranks with their child processes: each rank leads a process group, which gets the signal."""
         self._note_ends()
         running = [(rank, process) for rank, process in self.processes.by_rank().items() if process.poll() is None]
         for rank, process in running:
@@ -75,7 +75,8 @@ class Ranks:
             beats: heartbeats of the ranks, which show how far each rank was.
         """
         slots, host = beats.read(), socket.gethostname()
-        # The agent may notice a killed rank later than the ranks whose connections to the killed rank broke.
+        # When a rank is killed, the connections of other ranks break. The agent may notice their ends before that of
+        # the killed rank. So a rank that was killed before the agent sent a signal also counts as first.
         alone = self._note_ends()
         return [
             RankEnd(

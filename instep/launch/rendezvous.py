@@ -122,7 +122,7 @@ class OneNode(Nodes):
 
     @property
     def use_agent_store(self) -> bool:
-        # False: if a program makes the process group by `env://`, rank 0 hosts the store, as without an agent.
+        # False lets rank 0 host the store if a program makes the process group by `env://`, as without an agent.
         return False
 
     def get_backend(self) -> str:
@@ -289,5 +289,8 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _is_local(host: str, near: str) -> bool:
-    """Return True if a host name means this machine: the route to the host begins and ends at the same address."""
+    """Return True if a host name means this machine.
+
+    `near` is this machine's address on the route to the host. On the same machine, the host has this address too.
+    """
     return near in {entry[4][0] for entry in socket.getaddrinfo(host, None)} or host in ("localhost", "127.0.0.1")

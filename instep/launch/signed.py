@@ -1,4 +1,4 @@
-"""The agents' store with a MAC on every value, since anybody who reaches its port may read and write values.
+"""The agents' store with a MAC (message authentication code) on every value, since its port is open to everybody.
 
 A value that is not signed with the job's secret, or is signed for another key, raises an error and is never unpickled.
 """
@@ -53,7 +53,7 @@ class SignedStore:
     def _sign(self, key: str, value: Any) -> str:
         return self._secret.sign(f"{self._name}/{key}", value)
 
-    # ---- methods that torch's agent calls on a store, for the ranks' numbers
+    # ---- methods of torch's stores: torch's agents call them to agree on the numbers of the ranks
 
     def set(self, key: str, value: str | bytes) -> None:
         self.put(key, value if isinstance(value, str) else value.decode())

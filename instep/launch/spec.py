@@ -29,7 +29,8 @@ class LaunchSpec:
         nproc: number of ranks on this node.
         command: the arguments after the executable, e.g. `("train.py", "--lr", "0.1")`.
         num_nodes: number of nodes in the job; each node runs one agent.
-        node_rank: number of this node; node 0 hosts the rendezvous. "c10d" numbers the nodes itself.
+        node_rank: number of this node; node 0 hosts the rendezvous. Not used with `rdzv_backend="c10d"`, which numbers
+            the nodes itself.
         master_addr: address of node 0.
         master_port: port on node 0 where agents connect; needed for more than one node under "static".
         max_restarts: how often all ranks are started again after a failure or a hang. A preempted job is never
@@ -43,13 +44,14 @@ class LaunchSpec:
             join.
         rdzv_endpoint: `HOST:PORT` where the agents connect under "c10d"; HOST is one of the nodes.
         rdzv_conf: torchrun's settings of the rendezvous under "c10d", such as `join_timeout` and `last_call_timeout`.
-        local_addr: address of this node for the other nodes; None: its host name.
+        local_addr: address of this node for the other nodes under "c10d"; None: its address on the network of
+            `rdzv_endpoint`.
         secret_file: file of mode 0600 with the secret by which the agents of several nodes recognize each other; None:
             the one in INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE.
         log_dir: folder for the ranks' output: `<run id>_.../attempt_<i>/<local rank>/stdout.log` and `stderr.log`.
         tee: with `log_dir`: also print the output, each line with its rank; True, or a list of ranks on this node.
-        cpu_affinity: whether each rank gets its own share of the cores, all on one NUMA node if there are several
-            nodes.
+        cpu_affinity: whether each rank gets its own share of the machine's cores. The cores of a rank belong to one
+            NUMA node.
         hang_timeout_s: seconds without a step after which a rank counts as hung; None: never.
         executable: program that is run; by default this Python.
         python: whether `executable` is a Python interpreter.
@@ -152,8 +154,8 @@ def spec_for_nodes(
 ) -> LaunchSpec:
     """Make the `LaunchSpec` of this node's agent, for a program that the user starts once on each node.
 
-    With several nodes, the environment has this node's rank and the address of node 0: `NODE_RANK`, `MASTER_ADDR` and
-    `MASTER_PORT`, as for torchrun.
+    With several nodes, the environment must contain this node's rank and the address of node 0: `NODE_RANK`,
+    `MASTER_ADDR` and `MASTER_PORT`, as for torchrun.
 
     Args:
         nproc: number of ranks on each node.

@@ -3,10 +3,10 @@
 `LocalElasticAgent` starts ranks, checks them ten times a second, restarts them and reports failures. This module
 changes four of its steps:
 
-- `_start_workers`: torch installs signal handlers that may raise anywhere; instep's handlers are restored.
+- `_start_workers`: torch installs signal handlers that may raise anywhere; afterwards `Steps` installs its own.
 - `_monitor_workers`: as soon as one rank ends with a code other than 0, torch sends SIGTERM to the whole process group
   of each rank, with its data loader workers, and waits 30 s. Here `Steps` decides, and only the ranks get a signal.
-- `_exit_barrier`: torch's method waits up to 5 minutes for agents that may be gone.
+- `_exit_barrier`: torch's method waits up to 5 minutes for agents that may be gone; `Steps` waits only a few seconds.
 - `_shutdown`: torch calls this method also after an error or a signal; here `Steps` ends the ranks first.
 
 `tests/launch/test_torch_agent.py` checks that the installed torch still has what this module uses.
@@ -32,14 +32,17 @@ from instep.state.environment import RESTART
 
 
 class Steps(Protocol):
-    """Methods that torch's agent calls at each of its steps; `NodeAgent` implements them."""
+    """Methods that torch's agent calls at each of its steps; `NodeAgent` implements them.
+
+    A round lasts from a start of the ranks until they have ended.
+    """
 
     def starting(self, group: WorkerGroup) -> AbstractContextManager[None]:
         """Return a context in which ranks are started; this node's number and the round's store are known by then."""
         ...
 
     def monitor(self) -> RunResult:
-        """Check the ranks, and end the round if it is over; torch's agent acts on the state that is returned."""
+        """Check the ranks, and end the round if there is a reason to. torch's agent acts on the state in the result."""
         ...
 
     def leave(self) -> None:

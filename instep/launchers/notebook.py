@@ -48,8 +48,8 @@ def notebook_launcher(
         Results of the function, by local rank; they must be picklable.
 
     Raises:
-        UsageError: this process has used the GPU or a Trainer before, so it cannot be forked; the text names the cell.
-            Or this process is itself a rank.
+        UsageError: this process has used the GPU or a Trainer before, so it cannot be forked; the error's text names
+            the cell that did so. Or this process is itself a rank.
         SettingError: a setting is wrong or unknown.
         RemoteError: a rank failed; the error has the rank's traceback.
         Preempted: the ranks were interrupted; they have saved and can be resumed.
@@ -96,7 +96,7 @@ def debug_launcher(
 
 
 def _devices() -> tuple[str, int]:
-    """Return the kind of device of this machine, and how many ranks the launcher starts for it."""
+    """Return the kind of this machine's devices, and how many ranks the launcher starts by default."""
     with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # torch's default check makes CUDA unusable in a fork
         kind = find_device_kind("auto")
         return kind.name, 1 if kind.name == "cpu" else kind.count()

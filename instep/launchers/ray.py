@@ -260,7 +260,7 @@ def _signal(agents: Mapping[int, _Agent], number: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the signals that this process gets in the `with` block, by number; an ignored signal stays ignored."""
+    """Collect the numbers of signals that this process gets in the `with` block; an ignored signal stays ignored."""
     received: list[int] = []
     with signals_restored(_SIGNALS) as before:
         for number, handler in before.items():

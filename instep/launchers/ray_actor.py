@@ -49,7 +49,8 @@ class Place:
         Args:
             spec: fields of the agent's `LaunchSpec`, as JSON values.
             environment: further environment variables for the agent.
-            folder: working directory of the agent; this process's own, if the folder does not exist on this node.
+            folder: working directory of the agent. With None, or a folder that does not exist on this node, the agent
+                uses the working directory of this process.
         """
         self._agent = subprocess.Popen(
             [sys.executable, "-m", "instep.launchers.ray_actor", str(os.getpid())],

@@ -35,14 +35,15 @@ class BatchJob:
         nodes: number of nodes; each node runs one agent.
         gpus: number of GPUs on each node, which is also the number of ranks there if `nproc` is None.
         nproc: number of ranks on each node.
-        cpus: number of cores for each rank with its data loader's workers; None: what the cluster gives to a GPU, or 1
-            without GPUs.
+        cpus: number of cores for each rank with its data loader's workers. None: the cluster's default for a GPU; 1 if
+            `gpus` is 0.
         options: further options of sbatch, such as `"--partition=long"`.
         launch: options of `instep launch`, such as `"--precision=bf16-mixed"`.
         setup: lines of shell that run first, on the first node, such as `"module load cuda"`.
         signal_s: seconds before the time limit at which the ranks get the signal to save; SLURM may send it a minute
             earlier.
-        requeue: whether the job is requeued after a signal to stop, and SLURM may requeue it when a node fails.
+        requeue: whether the script requeues the job after its ranks were preempted, and SLURM may requeue the job when
+            a node fails.
         output: path of the output, with sbatch's patterns such as `%j`.
         python: path of the Python interpreter, the same on all nodes.
     """
@@ -116,7 +117,7 @@ def submit(job: BatchJob, test_only: bool = False) -> str:
 
     Args:
         job: the job.
-        test_only: whether sbatch is only asked when the job would start.
+        test_only: whether sbatch does not submit the job, and only says when the job would start.
 
     Returns:
         The job's id, or with `test_only` the answer of sbatch.

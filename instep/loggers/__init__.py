@@ -78,7 +78,7 @@ def register_logger(name: str, logger: type[Logger]) -> None:
 
 def logger_names() -> list[str]:
     """Return the names of all registered loggers, including those of other packages."""
-    from importlib.metadata import entry_points  # imported late: takes 10 ms, and is needed only for names
+    from importlib.metadata import entry_points  # imported late: takes 10 ms, and only lists of names need it
 
     return [*NAMES, *(point.name for point in entry_points(group=GROUP) if point.name not in NAMES)]
 
@@ -91,7 +91,7 @@ def logger_class(name: str) -> type[Logger]:
     """
     known = name if name in _names else NAMES.get(name, NAMES.get(name.lower()))
     if known is None:
-        from importlib.metadata import entry_points  # imported late: takes 10 ms, and is needed only for names
+        from importlib.metadata import entry_points  # imported late: takes 10 ms, and is needed only for unknown names
 
         found = next(iter(entry_points(group=GROUP, name=name)), None)
         if found is None:

@@ -80,7 +80,7 @@ class AimLogger(Logger):
 
     def _start(self) -> None:
         self._aim = require("aim", extra="aim", purpose="AimLogger")
-        if self.delivery.sends_rest:  # `instep runs sync` sends the records: do not let Aim watch its process
+        if self.delivery.sends_rest:  # this process is `instep runs sync`: Aim must not record its CPU use and output
             self._extras = {**dict.fromkeys(self._extras, False), "system_tracking_interval": None}
         if self._extras["log_system_params"] and find_spec("pkg_resources") is None:
             self._extras["log_system_params"] = False

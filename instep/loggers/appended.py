@@ -22,7 +22,7 @@ class AppendedFile:
     """File to which a logger's thread appends; each append is written completely or not at all.
 
     Several loggers may append to the same file; a file lock keeps them apart. A symbolic link is refused, and a file
-    with a second hard link is copied first, since it may be a file outside of the run folder.
+    with a second hard link is replaced by a copy first, since its other name may be outside of the run folder.
 
     Args:
         path: path of the file, which is created if it is missing.
@@ -136,7 +136,7 @@ class OutputFile:
 
     appended: AppendedFile | None = None
     later_rows: Sequence[RowKey] = ()
-    """Keys of the rows that came after the checkpoint and that the resumed run keeps."""
+    """Keys of rows that were written after the checkpoint and are kept: the resumed run does not write them again."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "appended": None}  # an open file cannot be copied
@@ -156,7 +156,7 @@ class OutputFile:
         return False
 
     def row_count(self) -> int | None:
-        """Return the number of rows in the file, with one row per record; None if the rows are not counted."""
+        """Return the number of rows in a file that has one row per record; None for other files, or if unknown."""
         return None
 
     def stop(self) -> None:

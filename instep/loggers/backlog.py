@@ -96,7 +96,7 @@ class Record(NamedTuple):
 
 
 def is_own(line: bytes, seal: Seal | None) -> bool:
-    """Return True if a line of a backlog file ends with a digest that proves that this user wrote it."""
+    """Return True if a line of a backlog file ends with a MAC of this user, which proves who wrote the line."""
     data, _, mark = line.rstrip().rpartition(_MARK)
     return seal is not None and seal.is_own(data + b"]", mark.decode(errors="replace").removesuffix('"]'))
 
@@ -151,7 +151,7 @@ class Backlog:
         self.note: Path | None = None
         """File that is deleted together with the backlog's file."""
         self.refuses: Callable[[Record], bool] = lambda record: False
-        """Returns whether to refuse a record; called for records of an earlier process that this user did not mark."""
+        """Returns whether to refuse a record; called for records in the file that have no MAC of this user."""
         self.refused = 0
         """Number of records that were moved into the file of refused records."""
         self.place: int | None = None
@@ -161,7 +161,9 @@ class Backlog:
         """Number of records that were lost because neither the memory nor the disk had room for them."""
         self._memory: deque[Record] = deque()
         self._bytes = 0
-        self._gone = 0  # number of records dropped for lack of memory since the last `peek`
+        # number of records that were dropped for lack of memory since the last `peek`; if `drop` says that they have
+        # been sent, they do not count as lost
+        self._gone = 0
         self._file: BinaryIO | None = None
         self._in_file = 0
         self._offset = 0  # byte position in the file of the first waiting record
@@ -228,7 +230,7 @@ class Backlog:
     def take_over(self, keep: Callable[[Record], bool], place: int | None = None) -> int:
         """Put the records that an earlier process left in the file at the front of the queue.
 
-        Called once, before the first `peek`. Records of this process that are in the file already come after them.
+        Called once, before the first `peek`. Records that this process has already written to the file come after them.
 
         Args:
             keep: function that returns True for a record that must still be sent.
@@ -259,7 +261,7 @@ class Backlog:
                             self.refuse(record)
                 if is_ours:
                     shutil.copyfileobj(source, out)
-                    self._next_row = None  # the indices of the copied lines are unknown
+                    self._next_row = None  # the copied lines have no row index, so later records get none either
             if self._file is not None:
                 self._file.close()
                 self._file = None
@@ -273,7 +275,7 @@ class Backlog:
         return self.find_seal()
 
     def refuse(self, record: Record, seal: Seal | None = None) -> None:
-        """Write a record that the tracker does not accept to the file of refused records."""
+        """Write a record to the file of refused records: the tracker does not accept it, or it must not be sent."""
         self.refused += 1
         with open(self.refused_path, "ab", opener=_private) as file:
             file.write(record._replace(row=None).line(seal))
@@ -396,6 +398,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _lock_file(descriptor: int, locked: bool) -> None:
+    """Lock the file to tell `instep runs sync` that a logger uses it; go on without a lock if that fails."""
     with suppress(ImportError, OSError):  # there are no locks on Windows and some file systems
         import fcntl
 

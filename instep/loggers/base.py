@@ -62,7 +62,7 @@ class Logger:
 
     Records that are logged before a run wait in memory until the run starts. If no run starts, `save`, `finalize` or
     the end of the program writes them. If the logger has a `save_dir` and belongs to no Trainer, the first record opens
-    it; reading `experiment` opens it too. A call after `finalize` opens the logger again.
+    the logger. Reading `experiment`, or a call after `finalize`, opens it too.
 
     A subclass overrides hooks, which begin with an underscore: `_start`, `_log_metrics`, `_log_hyperparams`,
     `_log_text`, `_log_image` and so on. They are called while the logger is open, with plain values. Values for which a
@@ -147,12 +147,14 @@ class Logger:
     _OWN_FOLDERS: bool = False
     """Whether the tracker's package chooses where its runs are stored; such a logger never decides the run folder."""
     _PATHS: Mapping[str, str | None] = {}
-    """Names in `_SYNC` whose values are a file, folder or URL, each with the environment variable that replaces the
-    value in another user's note. "": there is no variable. None: the value in another user's note is never used."""
+    """Names in `_SYNC` whose values are a file, folder or URL, each with an environment variable. `instep runs sync`
+    reads the value from the run's note, a JSON file; if another user wrote the note, the variable replaces the value.
+    "": there is no such variable. None: the value in another user's note is never used."""
     _HOSTS: Mapping[str, str | None] = {}
     """Names in `_SYNC` whose values name a host but are no URLs, each with an environment variable as in `_PATHS`."""
     _SYNC: tuple[str, ...] = ()
-    """Constructor arguments that `instep runs sync` uses again, each kept in an attribute `_<name>`; no secrets."""
+    """Names of constructor arguments that are stored in the run's note, so that `instep runs sync` can make the logger
+    again. Each argument is kept in an attribute `_<name>`. A secret must not be among them."""
 
     def __init__(
         self,
@@ -502,7 +504,7 @@ class Logger:
             self.delivery.ask(partial(self._log_graph, module, example_input))
 
     def watch(self, module: Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Let the tracker's own package record gradients or parameters of a module while it trains, if it can.
+        """Let the tracker's own package record gradients or parameters of a module in training, if it offers this.
 
         Args:
             module: the model.
@@ -578,7 +580,7 @@ class Logger:
         self._log_rows([Row(metrics, step, self.delivery.time_s)])
 
     def _log_rows(self, rows: list[Row]) -> None:
-        """Write several rows of metrics at once, all or none; `_log_metrics` is not called then."""
+        """Write several rows of metrics at once, all or none. If overridden, it is called instead of `_log_metrics`."""
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         """Write a text."""

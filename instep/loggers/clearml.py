@@ -21,12 +21,12 @@ _SERIES = ("train", "val", "eval", "test")
 
 
 class ClearMLLogger(Logger):
-    """Write a ClearML task: to its server, or offline below `<run folder>/clearml` for `Task.import_offline_session`.
+    """Write a ClearML task: to a server, or offline below `<run folder>/clearml` for `Task.import_offline_session`.
 
     "train_loss" becomes the series "train" of the plot "loss", and likewise for `val_`, `eval_` and `test_`. A resumed
-    run continues the same task. Offline it adds a session in the same folder, and does not write values again that
-    earlier sessions have. ClearML reports from a thread, not from a process forked from the training process. If the
-    script has called `Task.init`, that task is used without changes, and left open.
+    run continues the same task. Offline, a resumed run adds a session in the same folder, and leaves out values that
+    earlier sessions have. ClearML reports from a thread, and does not fork the training process for that. If the script
+    has called `Task.init`, that task is used without changes, and left open.
 
     Args:
         project_name: name of the project. None: the variable CLEARML_PROJECT, else "instep".
@@ -78,7 +78,7 @@ class ClearMLLogger(Logger):
             os.environ[_CACHE] = str(folder)  # the only way to choose ClearML's folder
             try:
                 self._tracker = Task.init(self._project_name, self._name, **self._given)
-                self._tracker.get_offline_mode_folder()  # from this call on, ClearML uses this folder
+                self._tracker.get_offline_mode_folder()  # ClearML remembers the folder, so the variable can be restored
             finally:
                 del os.environ[_CACHE]
                 os.environ.update(given)

@@ -116,7 +116,7 @@ class Delivery:
         self.resumed = False
         """Whether the run goes on from a checkpoint; False again once the logger has started."""
         self.sends_rest = False
-        """Whether `instep runs sync` sends only the waiting records of a finished run."""
+        """Whether this logger only sends the waiting records of a finished run, for `instep runs sync`."""
         self.is_strangers = False
         """Whether another user may have written the note (`<logger>.json`) of the finished run."""
         self.logged: dict[str, int] = {}
@@ -128,7 +128,8 @@ class Delivery:
         self._step_of_run: Callable[[], int] | None = None
         self._claim: Callable[[], Path] | None = None  # function that makes the folder of the Trainer's next run
         self._decides = False  # whether this logger's `save_dir` contains the Trainer's run folder
-        # index of this logger among the run's loggers of its class; this process's rank if every rank writes
+        # `_number`: index of this logger among the run's loggers of its class. `_rank`: rank of this process if every
+        # rank writes.
         self._number = self._rank = 0
         self._began_s = 0.0
         self._x: float | None = None  # last position on the x-axis, if the axis is not "step"
@@ -144,7 +145,7 @@ class Delivery:
         self._note = Path()  # path of the note: a JSON file beside the backlog
         self._backlog: Backlog | None = None
         self._marks = Marks(exact=writer.is_local)
-        self.in_doubt = 0  # number of first records in the queue of which a failed call may have sent some
+        self.in_doubt = 0  # number of records at the front of the queue; a failed call may have sent some of them
         self._has_escaped = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class Delivery:
         This method does nothing if the logger is already open in the folder of the run.
 
         Args:
-            run_dir: the run folder; not used if the logger has a `save_dir`.
+            run_dir: the run folder, which holds the backlog. A logger with a `save_dir` may write its files elsewhere.
             is_main: whether this is the main process; other processes write only if the logger is `per_rank`.
             begins: whether the run is new; a new run must not write into the folder of an earlier run.
             step_of_run: function that returns the global step, for records that are logged without a step.
@@ -361,8 +362,8 @@ class Delivery:
 
         Args:
             function: function without arguments. The logger is opened first if it is closed.
-            after_all: whether to wait until all earlier records are sent. In this case an error of the function that is
-                no InstepError becomes a warning, and the result is None.
+            after_all: whether to wait until all earlier records are sent. Then an error of the function becomes a
+                warning, and the result is None; only an InstepError is raised.
         """
         if not self.open() or self.sender is None:
             return None
@@ -587,7 +588,8 @@ class Marks:
 
     Args:
         at_checkpoint: for each metric, the last step that was logged before the checkpoint.
-        exact: whether the records that an earlier process has left were compared one by one with those that arrived.
+        exact: whether each record that an earlier process has left was looked for in the logger's file. Those that are
+            still in the queue must then be sent.
     """
 
     def __init__(self, at_checkpoint: Mapping[str, int] | None = None, exact: bool = False) -> None:

@@ -28,7 +28,7 @@ class DVCLiveLogger(Logger):
         resume: whether a new run, too, continues the files in `dir` instead of removing them.
         report: format of the report: "html", "md" or "notebook".
         save_dvc_exp: whether to save the run as a DVC experiment at its end, which needs a git repository.
-        dvcyaml: path of `dvc.yaml`; "dvc.yaml" is written into `dir`. None or False: no such file.
+        dvcyaml: path of the file `dvc.yaml`; the default means `dvc.yaml` in `dir`. None or False: no such file.
         cache_images: whether DVC stores the images outside git.
         exp_name: the same as `run_name`.
         exp_message: message of the DVC experiment.
@@ -124,7 +124,7 @@ class DVCLiveLogger(Logger):
         self._tracker.log_plot(name, points, x="from", y="count", title=f"{name} at step {step}")
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        copy = Path(self._tracker.artifacts_dir) / artifact.name  # copy the file even if there is no DVC repository
+        copy = Path(self._tracker.artifacts_dir) / artifact.name  # DVCLive itself stores files only in a DVC repository
         copy.parent.mkdir(parents=True, exist_ok=True)
         if artifact.path.is_dir():
             shutil.copytree(artifact.path, copy, dirs_exist_ok=True)

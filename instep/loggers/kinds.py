@@ -350,7 +350,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "histogram": to_histogram,
     "table": to_table,
 }
-"""Functions that make a plain value, by kind, for the kinds that are logged with a name and a step."""
+"""For each kind of value that is logged with a name and a step: the function that makes the plain form of a value."""
 
 
 # ---- conversion to JSON and back, for the file of waiting records

@@ -35,7 +35,8 @@ class MLFlowLogger(Logger):
     """Write to MLflow: into the database `mlflow.db` beside the runs, shown by `mlflow ui`, or to a tracking server.
 
     A resumed run continues the same MLflow run and sends only the steps that MLflow does not have. Hyperparameters
-    become MLflow's parameters, which MLflow never changes; if a resumed run has another value, it becomes a tag.
+    become MLflow's parameters, which MLflow never changes. If a resumed run has another value, the new value becomes a
+    tag.
 
     Args:
         experiment_name: name of the experiment. None: the variable MLFLOW_EXPERIMENT_NAME, else "instep_runs".
@@ -102,7 +103,7 @@ class MLFlowLogger(Logger):
         self._tags = {k: str(v) for k, v in (json.loads(tags) if isinstance(tags, str) else tags).items()}
         self._artifact_location = artifact_location or (None if logging_dir is None else os.fspath(logging_dir))
         if nested_run and parent_run_id is None:
-            # MLflow knows the script's active run only in this thread.
+            # Ask now, since MLflow knows the script's active run only in the script's own thread.
             active = require("mlflow", extra="mlflow", purpose="MLFlowLogger").active_run()
             parent_run_id = None if active is None else active.info.run_id
         notes = {"mlflow.parentRunId": parent_run_id, "mlflow.note.content": description}

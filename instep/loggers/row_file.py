@@ -22,7 +22,8 @@ class RowFile(OutputFile, ABC):
 
     def __init__(self) -> None:
         self.rows = 0
-        # Rows of the file at the start: the number of rows up to the checkpoint, and the indices of later rows.
+        # Rows that the file had when it was opened: the number up to the checkpoint, and the indices of later rows that
+        # were kept.
         self._had: tuple[int, frozenset[int]] = 0, frozenset()
 
     @abstractmethod
@@ -52,7 +53,7 @@ class RowFile(OutputFile, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         self.rows, self.later_rows, self._had = 0, [], (0, frozenset())
         path = folder.absolute() / self.NAME
-        self.appended = AppendedFile(path)  # an error is raised here, before the first training step
+        self.appended = AppendedFile(path)  # raises an error now, before the first training step, if it cannot write
         with self.appended.turn():
             if path.stat().st_size:
                 self._take_over(path, keep, last_step)

@@ -30,7 +30,7 @@ _IS_NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]*)?([eE][-+]?[0-9]{1,9})?").full
 
 @dataclass(frozen=True)
 class Forget:
-    """Marker in the sequence of rows: all earlier rows from this step on are invalid."""
+    """Marker between rows: of the rows before the marker, those from this step on are invalid."""
 
     step: float
 

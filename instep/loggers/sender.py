@@ -243,7 +243,7 @@ class Sender:
                 self._run_tasks(())
             self.error = None
             self._rest()
-        except BaseException as error:  # noqa: BLE001  a tracker never ends a run, by SystemExit neither
+        except BaseException as error:  # noqa: BLE001  a tracker never ends a run, not even by SystemExit
             if self._ends and group:
                 return  # `close` has warned about the records that are not sent
             self._singly = self._singly or self._books.in_doubt
@@ -279,7 +279,7 @@ class Sender:
             second = self.backlog.peek(2)[1:]
             if second:
                 self._books.write(second)
-        except BaseException:  # noqa: BLE001  it is the tracker, not the record
+        except BaseException:  # noqa: BLE001  the tracker fails for every record, so the first record is not the reason
             return False
         return bool(second)
 
@@ -309,5 +309,5 @@ class Sender:
                 continue
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001  raised where it was asked
+            except BaseException as error:  # noqa: BLE001  (`ask` raises it in the thread that waits)
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -63,10 +63,10 @@ class Sent(NamedTuple):
 def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None = None) -> Iterator[Sent]:
     """Send the records that wait in a run folder to the trackers of its loggers, in the order of logging.
 
-    The note, a JSON file beside the records, names the logger and its arguments. Only a registered logger class is
-    made, with plain values as arguments. If the note and the records were not written by this user, they are sent only
-    if the user agrees. In that case no file from outside of the run folder is sent, nothing is written outside of it,
-    and a host that the note names gets none of the user's credentials.
+    The note, a JSON file beside the records, names the logger and its arguments. The logger must be a registered class,
+    and its arguments plain values. If the note or a record was not written by this user, the records are sent only if
+    the user agrees. In that case no file from outside of the run folder is sent, nothing is written outside of it, and
+    a host that the note names gets none of the user's credentials.
 
     Args:
         run: the run folder.

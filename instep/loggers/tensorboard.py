@@ -258,14 +258,14 @@ class TensorBoardLogger(Logger):
 
 
 class _EventFile(OutputFile):
-    """The event file of this process, in a folder that may contain event files of earlier processes."""
+    """The event file that a logger writes, in a folder that may contain older event files."""
 
     def __init__(self, flush_s: float) -> None:
         self._flush_s = flush_s
         self._there: set[tuple[int, float]] | None = None  # step and time of the folder's events; None: not read yet
 
     def open(self, folder: Path) -> bool:
-        """Create the file; return True if the folder already has event files of earlier processes."""
+        """Create the file; return True if the folder already has other event files."""
         folder.mkdir(parents=True, exist_ok=True)
         earlier, self._there = any(folder.glob("events.out.tfevents.*")), None
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS):06}"

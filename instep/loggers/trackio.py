@@ -28,8 +28,8 @@ class TrackioLogger(Logger):
     """Write to Trackio, into its folder with the databases of all projects.
 
     `trackio show --project <project>` shows the runs. A resumed run continues the Trackio run of the same name. So runs
-    need different names; without a name, Trackio chooses one. This logger writes the
-    rows into a database on this machine itself, and raises an error if a row cannot be written. Trackio sends rows to a
+    need different names; without a name, Trackio chooses one. If the database is on this machine, this logger itself
+    writes the rows into it, and raises an error if a row cannot be written. Otherwise Trackio sends the rows to a
     server or a Space from its own thread.
 
     Args:

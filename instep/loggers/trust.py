@@ -38,7 +38,9 @@ def is_signed(note: Mapping[str, Any]) -> bool:
 
 
 def seal_of(path: Path) -> Seal:
-    """Return the object that marks records as written by this user, with the id in the note file if it is trusted.
+    """Return an object that marks records as written by this user.
+
+    It has the id in the note file, so that it recognizes earlier marks. If the note is not trusted, it has a new id.
 
     Args:
         path: path of the note file, a JSON file that describes the logger.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _STEP = "trainer/global_step"
 _POLICY = choice("mutable", "immutable")
 _MODE = choice("online", "offline", "disabled", "shared")
-_FLUSH_S = 0.05  # seconds between W&B's writes to disk (default 15 s); a killed process loses the values since then
+_FLUSH_S = 0.05  # seconds between W&B's writes to disk (default 15 s); a kill loses the values since the last write
 _SECONDS = above_zero("of seconds above 0")
 
 # Parts of the error texts of W&B and Go's network library if the server cannot be reached. Only then the run continues
@@ -57,7 +57,7 @@ class WandbLogger(Logger):
     error before the first step.
 
     The x-axis of every metric is `trainer/global_step`. `state_dict` holds the run's id, so that a resumed run
-    continues the same W&B run. Offline it adds a folder with the same id, which `wandb sync` joins with the first one.
+    continues the same W&B run. Offline, a resumed run adds a folder with the same id, and `wandb sync` joins the two.
     If the script has called `wandb.init`, that run is used without changes, and left open. `finalize` closes the run;
     logging or testing after that continues the same run.
 
@@ -150,7 +150,7 @@ class WandbLogger(Logger):
         return {**super().state_dict(), "project": self._project}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the W&B run whose id is in `state_dict` when the logger starts the next time.
+        """Make the next start of the logger continue the W&B run whose id is in `state_dict`.
 
         If the logger was constructed with a different id, it continues the run with that id instead.
         """

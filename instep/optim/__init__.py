@@ -1,6 +1,6 @@
 """Optimizers: parameter groups by name, learning rates by layer, and whole-matrix optimizers for sharded weights.
 
-A name is loaded at its first use.
+The module of a name is imported when the name is first used.
 """
 
 from typing import TYPE_CHECKING

@@ -65,13 +65,14 @@ def param_groups(
 
     Every parameter is in exactly one group. A parameter that matches several entries of `options` gets the options of
     all of them; if two entries have the same option, the later entry counts. The `name` of a group, which
-    `LearningRateMonitor` shows, is made from its entries; an entry may set `"name"`.
+    `LearningRateMonitor` shows, is made from the patterns that its parameters match. An entry's option `"name"` takes
+    the place of its pattern.
 
     Args:
         module: the module, on any device, sharded or not.
-        options: options of the optimizer by a pattern of names, such as `{"*.bias": {"weight_decay": 0.0}}`, or by a
-            function of name and parameter, such as `biases_and_norms`. A tied parameter is matched by each of its
-            names.
+        options: dict of options of the optimizer. A key is a pattern of names, as in
+            `{"*.bias": {"weight_decay": 0.0}}`, or a function of name and parameter, such as `biases_and_norms`. A tied
+            parameter matches if one of its names does.
         frozen: whether parameters that do not require gradients are included.
         defaults: options of all groups, unless an entry sets the same option; for example `lr=1e-3`.
 
@@ -114,7 +115,7 @@ def layerwise_lr(
         module: the module, on any device, sharded or not.
         layers: name of a layer, with one `*` in the place of its number: "encoder.layers.*".
         lr: learning rate of the parameters after the layers.
-        decay: factor between the rates of a layer and of the layer after it, above 0 to 1.
+        decay: the rate of a layer is the rate of the layer after it, multiplied by this factor; above 0, at most 1.
         options: further options by name, as in `param_groups`; an "lr" in them replaces the rate of the layer.
         frozen: as in `param_groups`.
         defaults: as in `param_groups`.
@@ -163,7 +164,7 @@ _Rule: TypeAlias = "tuple[str, Callable[[str, Tensor], bool], dict[str, Any]]"
 
 
 def _rules(options: Any, defaults: Mapping[str, Any]) -> list[_Rule]:
-    """Check the user's options by name, and make rules from them."""
+    """Check the user's argument `options`, and make a rule from each of its entries."""
     if options is not None and not isinstance(options, Mapping):
         raise wrong("options", options, 'options by pattern, such as {"*.bias": {"weight_decay": 0.0}}')
     rules = []

@@ -161,7 +161,13 @@ class WholeMatrix(Optimizer):
             self.state = before
 
     def _parts_of_a_step(self, all_of_them: bool = False) -> tuple[list[tuple[int, Tensor]], list[list[_Matrix]]]:
-        """Return the parameters that this rank has whole, each with its group's index, and all others in buckets."""
+        """Return the parameters with gradients: those that this rank has whole, and all others in buckets.
+
+        Each of the whole ones comes with the index of its parameter group.
+
+        Args:
+            all_of_them: whether to return parameters without gradients too.
+        """
         plain: list[tuple[int, Tensor]] = []
         shared: list[tuple[int, DTensor]] = []
         for number, group in enumerate(self.param_groups):
@@ -200,7 +206,7 @@ class WholeMatrix(Optimizer):
 
 @cache
 def _whole_class(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return the class of an optimizer that sees whole matrices; checkpoints record the original class's name."""
+    """Return the class of an optimizer that sees whole matrices, with the original name, which checkpoints record."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (WholeMatrix, kind), names)
 
@@ -245,7 +251,10 @@ def _group_of(parameter: DTensor) -> Any:
 
 
 def _owners(matrices: Sequence[tuple[DTensor, _Place]]) -> list[int]:
-    """Choose the owner of each matrix: the rank with the least work so far, in multiplications of a matrix product."""
+    """Choose the owner of each matrix: the rank with the least work so far.
+
+    The work of a matrix is counted as the multiplications of its product with its transpose.
+    """
     loads: dict[Any, list[int]] = {}
     owners = []
     for parameter, place in matrices:
@@ -408,9 +417,9 @@ class _Scatter:
 
 
 def _cut(bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> Iterator[tuple[DTensor, dict[str, Any]]]:
-    """Divide each parameter's state like its weight if the shapes are equal; else every rank gets it whole.
+    """Divide the optimizer's state for a checkpoint. All ranks must call this.
 
-    All ranks must call this.
+    A state tensor with the shape of its weight is divided like the weight. Every rank gets all other values whole.
     """
     mine = {
         number: {key: _sent(value, matrix.parameter) for key, value in state.get(matrix.parameter, {}).items()}

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = loads(__name__)
 
 ABOUT = "_instep"
-"""Key in `config.json` of the entries that are no arguments of the constructor."""
+"""Key in `config.json` under which instep writes its own entries, which are no arguments of the constructor."""
 
 _FILES = (CONFIG, "model.safetensors", "model-*-of-*.safetensors", SAFE_INDEX)
 
@@ -59,7 +59,8 @@ def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: s
 
     Args:
         values: the module's hyperparameters, in plain containers.
-        hparams_name: name of the argument, if the hyperparameters are a single argument; None: they are the arguments.
+        hparams_name: name of the argument, if all hyperparameters are in a single argument; None: each hyperparameter
+            is an argument of its own.
         class_name: name of the module's class, for readers of the file.
 
     Raises:
@@ -71,7 +72,8 @@ def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: s
 
 def _json_of(value: Any, name: str) -> Any:
     """Convert a hyperparameter to JSON; the types of the constructor's arguments can restore it from this form."""
-    # write an enum member's value, by which pydantic finds it, or else its name; instep's reader accepts both
+    # Write an enum member as its value, since pydantic finds the member by the value. If the value has another type
+    # than bool, int or str, write the member's name. instep's reader accepts both.
     if isinstance(value, Enum):
         return value.value if isinstance(value.value, bool | int | str) else value.name
     if value is None or isinstance(value, bool | int | str):

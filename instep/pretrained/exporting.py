@@ -33,9 +33,9 @@ class PretrainedExport(Callback):
 
     Each export is a folder `step-<global step>` with `config.json` and safetensors. The model's own `save_pretrained`
     writes it, under the model's own names; for a peft model it holds the adapters only. Every strategy can export: the
-    main process gets the whole weights, which need room in CPU memory once. A folder gets its name only when all of it
-    is on the disk; unfinished folders of a killed run are deleted at the next start. A resumed run writes the exports
-    after its checkpoint again.
+    main process gets the whole weights, so its CPU memory needs room for one copy. A folder gets its name only when all
+    of it is on the disk; unfinished folders of a killed run are deleted at the next start. A resumed run writes the
+    exports after its checkpoint again.
 
     Args:
         dirpath: local folder of the exports; no other run may export there.
@@ -47,7 +47,8 @@ class PretrainedExport(Callback):
         keep: number of exports that are kept; None keeps all. Exports of steps that the run has not reached again after
             a resume do not count.
         max_shard_size: maximum size of a file, such as "5GB".
-        background: whether a thread writes the files, and the next export waits for it. The weights are copied at once.
+        background: whether a thread writes the files while training continues. The weights are copied before that, and
+            the next export waits for the thread.
 
     Raises:
         SettingError: a setting is wrong. When training starts: the module has no such part, or the run is a new one and

@@ -117,7 +117,7 @@ class Profiler(ABC):
 
     # ---- hooks of a run
 
-    def attach(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: B027  most need neither
+    def attach(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: B027  (an optional hook)
         """Prepare for a run of a Trainer, before its first action."""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
@@ -125,7 +125,8 @@ class Profiler(ABC):
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: rank of this process in the whole job; None if there is only one process.
+            local_rank: rank of this process in the whole job, in spite of the name, which is Lightning's; None if there
+                is only one process.
             log_dir: the run folder; None if there is none.
         """
         self._stage, self._local_rank = stage, local_rank
@@ -150,12 +151,12 @@ class Profiler(ABC):
                 text = "\n".join([*lines[:_MOST_LINES], f"... {len(lines) - _MOST_LINES:,} more lines in {path}"])
             print(text)  # noqa: T201  the report that was asked for
 
-    def teardown(self, stage: str | None) -> None:  # noqa: B027  most hold nothing
+    def teardown(self, stage: str | None) -> None:  # noqa: B027  (an optional hook)
         """End a run, even after an error; may be called twice."""
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process in the whole job; 0 if there is only one process."""
+        """Rank of this process in the whole job (the name is Lightning's); 0 if there is only one process."""
         return self._local_rank or 0
 
     @property

@@ -204,7 +204,7 @@ class PyTorchProfiler(Profiler):
         before = self._steps.setdefault(step, 0)
         schedule = None
         if step and not (self._own_schedule and self._expected(step) < _LEAST):
-            schedule = lambda number: self._schedule(before + number)  # noqa: E731  it has a value to keep
+            schedule = lambda number: self._schedule(before + number)  # noqa: E731  (the lambda holds `before`)
         # without "acc_events", torch warns at the second cycle of a schedule
         options = {"acc_events": not self._own_schedule, **self._options}
         if self._flame_graph:

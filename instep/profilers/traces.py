@@ -53,7 +53,7 @@ class TraceReady:
 
 
 def chrome_traces(folder: Path, rank: int) -> Write:
-    """Return a function that writes `profile_<rank>.json`; from the second recording on, the name has its number."""
+    """Return a function that writes `profile_<rank>.json`, and `profile_<rank>_<number>.json` for later recordings."""
     # The folder is made before training, so that an error about it comes early.
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -64,7 +64,7 @@ class Ends:
     not_finite: int
 
     def describe(self) -> dict[str, float | None]:
-        """Return the values as JSON for programs; a missing value is None."""
+        """Return the values as JSON for programs; a missing value is None, but a last value of nan stays nan."""
         return {name: None if name != "last" and math.isnan(value) else value for name, value in asdict(self).items()}
 
 
@@ -107,7 +107,7 @@ class Entry:
 
     @property
     def why(self) -> str:
-        """Why the run ended, in one line that ends with the rank if one is named; "" if a limit was reached.
+        """Why the run ended, in one line; "" if a limit was reached. If a rank caused the end, it is named last.
 
         A limit is `max_epochs`, `max_steps`, `max_samples` or `max_tokens`. Other reasons of a finished run are named.
         If a metric's last value is nan or infinite, the reason names the metric and the first step with such a value.
@@ -178,7 +178,7 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
         if entry is None:
             entry = _read(look_at(path, root, stamp))
             rows[key] = _row(entry)
-        elif entry.run.status.state in _LIVE:  # a run whose process has died may still say that it is running
+        elif entry.run.status.state in _LIVE:  # look again: its process may have died, which changes no file
             entry = replace(entry, run=look_at(path, root, stamp))
         found.append(entry)
     rows = {key: row for key, row in rows.items() if row is not None}
@@ -265,7 +265,10 @@ def _read(run: Run) -> Entry:
 
 
 def ends_of(curve: Curve) -> Ends:
-    """Return the last value and the extremes of a curve; the curve's points include the extremes."""
+    """Return the last value and the extremes of a curve.
+
+    The curve may have only some of its points, but the lowest and the highest are always among them.
+    """
     points = list(zip(curve.values, curve.steps, strict=True)) or [(math.nan, math.nan)]
     extremes = (*min(points), *max(points, key=lambda at: (at[0], -at[1])))
     bad = math.nan if curve.first_bad is None else curve.first_bad

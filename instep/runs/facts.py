@@ -62,7 +62,10 @@ def end_of_log(run: Run, lines: int) -> list[str]:
 
 
 def failure_rows(status: RunStatus) -> list[tuple[Any, ...]]:
-    """Return rank, host, step, batch, phase, kind of failure and message of each failed rank; the cause comes first."""
+    """Return a row for each failed rank: rank, host, step, batch, phase, kind of failure, message.
+
+    The rank that caused the failure has the first row.
+    """
     return [
         (
             f"{failure['rank']}{' (the cause)' if failure.get('cause') is True else ''}",

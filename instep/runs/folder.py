@@ -73,7 +73,7 @@ class Run:
 
     @cached_property
     def problems(self) -> list[str]:
-        """Files of the run that cannot be read, one line each with the reason; not loggers' files, see `Metrics`."""
+        """Files of the run that cannot be read, a line with the reason for each; for loggers' files see `Metrics`."""
         return self._hparams[1]
 
     @cached_property
@@ -139,7 +139,7 @@ def _written(path: Path) -> tuple[bool, float, str]:
 
 
 def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> list[Run]:
-    """Find the run folders at a folder and up to six folders below it, the newest first.
+    """Find the run folders at a folder and up to six levels of folders below it, the newest first.
 
     A run is a folder with a `status.json`, `hparams.yaml` or the file of a logger: CSV (also Lightning's), JSON lines,
     TensorBoard, W&B offline. No metric is read, and links are not followed.

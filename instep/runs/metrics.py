@@ -165,8 +165,8 @@ class MetricsReader:
 
     Args:
         folder: the run folder.
-        names: names of the metrics; None: all metrics of the first logger that has values. Names of metrics from other
-            ranks are such as "rank-1/loss".
+        names: names of the metrics; None: all metrics of the first logger that has values. A metric that rank 1 logged
+            itself has a name such as "rank-1/loss".
         max_points: maximum number of points in a curve.
 
     Example:

@@ -96,7 +96,7 @@ def _silence(folder: Path, said: dict[str, Any]) -> str:
     """Return why a run counts as dead although its status says "running"; "" if it is alive."""
     lease, beat = _lease(folder)
     if lease.get("run_id") != said.get("run_id") or lease.get("released"):
-        lease = {}  # the lease belongs to an earlier run
+        lease = {}  # the lease belongs to an earlier run, or its run has given it back
     pid, host = _count(said, "pid"), _text(said, "host")
     gone = is_gone(str(said.get("process") or lease.get("owner")))
     if gone is None and not lease and host == socket.gethostname() and pid:

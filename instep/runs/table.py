@@ -23,7 +23,7 @@ MARK = "\u200e"
 """Unicode's left-to-right mark: an invisible character after which a line goes on from left to right."""
 _GAP, _LEAST = 2, 10  # number of blanks between columns, and the smallest width to which a text is cut
 _LONG = 100  # maximum number of characters of a text if nothing else limits the width
-_ALWAYS = 2  # largest `rank` of the columns (state, best value) that are never left out, even if names must be cut
+_ALWAYS = 2  # largest `rank` of the columns (name, state, best value) that stay while there are names to cut
 _FEW = 8  # maximum number of runs for which the lines below the table say why they ended
 _UP = ("acc", "auc", "f1", "bleu", "rouge", "dice", "iou", "precision", "recall", "score", "reward", "r2", "map")
 _FACTS: dict[str, Callable[[Entry], Any]] = {
@@ -87,7 +87,8 @@ def metric_of(word: str) -> Metric:
 def usual_metric(entries: Sequence[Entry]) -> Metric | None:
     """Choose the metric by which runs are compared: the one that ranked most runs' checkpoints.
 
-    If no run ranked its checkpoints, it is a metric of validation, a loss if there is one; else a loss or an accuracy.
+    If no run ranked its checkpoints, choose a metric of validation, preferably a loss. Without such a metric, choose a
+    loss or an accuracy.
     """
     monitors = Counter(entry.monitor for entry in entries if entry.monitor in entry.ends)
     if monitors:
@@ -107,7 +108,7 @@ class Column:
         cells: text for each run.
         right: whether the texts are aligned to the right.
         rank: position by importance; 0 for the column with names. Without enough room, the columns with the greatest
-            number are left out first.
+            `rank` are left out first.
         cut: whether the texts may be cut.
     """
 
@@ -271,11 +272,11 @@ def _cell(value: Any) -> Any:
 
 
 def search(entries: Iterable[Entry], text: str, state: str = "all") -> list[Run]:
-    """Find the runs that fulfil a condition; other texts are searched for in names, paths, tags and notes.
+    """Find the runs that fulfil a condition, or that have a text in their name, path, tags or note.
 
     Args:
         entries: the runs.
-        text: condition or text; "" for all runs.
+        text: the text, which is also tried as a condition (`instep.runs.where`); "" for all runs.
         state: state that the runs must have; "all" for any state.
     """
     condition = None
@@ -293,7 +294,10 @@ def search(entries: Iterable[Entry], text: str, state: str = "all") -> list[Run]
 
 
 def value_of(entry: Entry, name: str) -> Any:
-    """Return a property (such as "state"), hyperparameter or metric's last value of a run; None if the run lacks it."""
+    """Return a run's value for a name: of a property such as "state", a hyperparameter, or the last of a metric.
+
+    If the run has none of these, return None.
+    """
     if name in _FACTS:
         return _FACTS[name](entry)
     if name in entry.params:

@@ -1,7 +1,8 @@
 """Remove runs: move them into a trash on the same file system, from which only `empty` deletes them.
 
-A run is moved by one rename of its folder, while its lease is held. A link in the folder is moved as a link: nothing
-outside of the run's folder is opened, moved or deleted.
+A run is moved by one rename of its folder. If the run has checkpoints, this program holds their lease meanwhile, so
+that no run can begin to save there. A link in the folder is moved as a link: nothing outside of the run's folder is
+opened, moved or deleted.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def remove(folder: Path) -> Path:
 
 
 def find_trash(folder: Path) -> list[Path]:
-    """List the removed runs in the trashes of this user at a folder and up to six folders below it.
+    """List the removed runs in the trashes of this user at a folder and up to six levels of folders below it.
 
     Raises:
         UsageError: there is no such folder.
@@ -110,10 +111,15 @@ def find_trash(folder: Path) -> list[Path]:
 
 
 def empty(removed: Path) -> None:
-    """Delete a removed run for good; a link in it is deleted, never its target.
+    """Delete a removed run for good; if its trash is empty then, delete the trash too.
+
+    A link inside the run is deleted, but not the file or folder that it leads to.
 
     Args:
         removed: a path that `find_trash` returned.
+
+    Raises:
+        UsageError: the path is not a removed run in a trash of this user.
     """
     if not (_is_trash(removed.parent) and removed in _removed(removed.parent)):
         raise UsageError(f"{clean(str(removed))} is no removed run")

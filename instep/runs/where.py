@@ -11,7 +11,7 @@ from typing import Any
 from instep.errors import UsageError
 
 Condition = Callable[[Callable[[str], Any]], bool]
-"""Condition on a run. It gets a function that returns the run's value of a name: a number, a text, a tuple, or None."""
+"""Condition on a run. It gets a function that returns the run's value for a name: a number, text, tuple or None."""
 
 _TOKEN = re.compile(r"\s*(?:([()])|(<=|>=|!=|==?|<|>|~)|\"([^\"]*)\"|'([^']*)'|([^\s()<>=!~\"']+))")
 _MOST_DEPTH, _MOST_CHARACTERS = 50, 2000
@@ -21,8 +21,9 @@ _EXPECTED = "write it as 'lr<0.1 and state=finished'; there are = != < <= > >= ~
 def parse(text: str) -> Condition:
     """Parse a condition into a function of a run.
 
-    `not` binds closer than `and`, and `and` closer than `or`. Numbers are compared as numbers, texts as texts. A run
-    that has no value of the name fulfils only `!=`. A tuple, such as the tags, is equal to each of its members.
+    `not` binds closer than `and`, and `and` closer than `or`. Numbers are compared as numbers, texts as texts. If a run
+    has no value for the name, only the comparison `!=` is true. A tuple, such as the tags, is equal to each of its
+    members.
 
     Args:
         text: names, comparison signs and values; a name or value that contains blanks is written in quotes.
@@ -70,7 +71,10 @@ class _Parser:
         return UsageError(f"--where {self.text[:80]!r}: {got} is not expected after {before[-40:]!r}; {_EXPECTED}")
 
     def _next(self, kind: str, *texts: str) -> str | None:
-        """Take and return the next token if it has a kind and, if texts are given, is one of them; else return None."""
+        """Take the next token and return its text, if it has this kind; else return None.
+
+        With `texts`, the token's text must also be one of these.
+        """
         if self.at < len(self.tokens):
             found, text = self.tokens[self.at]
             if found == kind and (not texts or text.lower() in texts):

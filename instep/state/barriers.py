@@ -76,9 +76,10 @@ def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, chec
     Args:
         groups: the job's groups.
         name: what this rank waits for.
-        timeout_s: how long to wait, in seconds. None: a little less than the time-out of the group, so that this error
-            is raised before the group breaks.
-        checked: whether checked mode is on. Its comparison before each collective already waits for all ranks.
+        timeout_s: how long to wait, in seconds. None: a little less than the time-out of the group, so that this
+            function raises its error before torch raises one and the group can no longer be used.
+        checked: whether checked mode is on. Its comparison before each collective waits for all ranks, so no barrier
+            follows.
 
     Raises:
         SettingError: the time-out is not above 0, or is longer than the time-out of the group.
@@ -116,7 +117,8 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
     if late:
         raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
-        calls = gather_calls(_call(name), groups.control)  # ranks in other collectives call this function too
+        # A rank that entered another collective sees the difference too, and calls the same function.
+        calls = gather_calls(_call(name), groups.control)
         doing = {rank: f"in {', '.join(parts)}" for rank, (parts, _) in enumerate(calls)}
         places = {rank: f"at {place}" for rank, (_, place) in enumerate(calls)}
         raise DistributedError(

@@ -16,8 +16,9 @@ from instep.types import Word
 class DistributedType(Word):
     """Kind of a run's processes: a single process, or several on one kind of device.
 
-    The members after XLA exist for scripts that compare with these names of Accelerate. A run of instep never has one
-    of them, because instep does not support the kind, or shows it by the name of the strategy.
+    The members after XLA are names of Accelerate, for scripts that compare with them. instep does not support their
+    devices, or shows the name of the strategy elsewhere. Only the `AcceleratorState` of `instep.compat` uses one of
+    them: FSDP, for sharded models.
     """
 
     NO = "NO"

@@ -109,7 +109,7 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
         environ: the environment variables; `os.environ` by default.
 
     Returns:
-        The job; None if no launcher would restart this process.
+        The job; None if no variable names one, so that no launcher would restart this process.
 
     Example:
         >>> read_job({"INSTEP_JOB_ID": "5e1f", "INSTEP_RESTART": "2"})

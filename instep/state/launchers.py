@@ -1,8 +1,8 @@
 """Rank, world size and address of a job, read from the variables of each launcher.
 
 Only this file reads RANK and the like. If one launcher starts another (torchrun in a SLURM job, mpirun through srun),
-the variables of both are set. The innermost launcher decides the rank of this process. So the first row whose condition
-is true is used:
+the variables of both are set. The innermost launcher decides the rank of this process. The table begins with the
+innermost launchers, and the first row whose condition is true is used:
 
 | launcher   | fits where                                   | meets at, unless MASTER_ADDR and MASTER_PORT say it     |
 |------------|----------------------------------------------|---------------------------------------------------------|
@@ -16,8 +16,8 @@ is true is used:
 | none       | otherwise: the process is alone              | nowhere                                                 |
 
 These are single processes: a shell of `salloc` or `sbatch` without srun, a SLURM step of one task (`salloc`'s own shell
-may be one), and the shell of `srun --pty bash`. If the result would be a single process, but a variable has a world
-size above 1, this is an error.
+may be one), and the shell of `srun --pty bash`. It is an error if the chosen row says that the process is alone, but
+the variables of another launcher, or WORLD_SIZE, say that there are several.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _STEP = ("SLURM_STEP_NUM_TASKS", *_STEP_ID)  # variables that srun sets, but sba
 def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
     """Read the rank and world size of this process from the launcher's variables, by the table at the top of this file.
 
-    Another program may set torchrun's variables by hand. Then `RANK`, `WORLD_SIZE` and `LOCAL_RANK` are required for
-    more than one process; the other values are derived, for one node.
+    A user or another program may set torchrun's variables. For more than one process, `RANK`, `WORLD_SIZE` and
+    `LOCAL_RANK` are required. If the others are missing, all processes are taken to be on one node.
 
     Args:
         environ: the environment variables; `os.environ` by default.

@@ -42,7 +42,8 @@ def meet(group: ProcessGroup, operation: str, described: Sequence[str], sizes: S
         group: the control group, or another gloo group.
         operation: name of what this rank is about to do.
         described: texts that must be the same on all ranks, one per tensor.
-        sizes: numbers that may differ between ranks; `described` determines how many.
+        sizes: numbers that may differ between ranks. How many they are must follow from `operation` and `described`,
+            and so be the same on all ranks.
 
     Returns:
         Every rank's sizes, of shape (ranks, sizes).
@@ -88,7 +89,7 @@ def _gather_texts(text: str, group: ProcessGroup) -> list[str]:
 
 
 def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Gather a 1-d tensor of the same size from every rank, inside an `awaited` block. Collective."""
+    """Gather a 1-d tensor of the same size from every rank. Call this inside an `awaited` block. Collective."""
     table = mine.new_empty((group.size(), len(mine)))
     work: Any = dist.all_gather(list(table.unbind()), mine, group=group, async_op=True)
     finish(work)
@@ -202,7 +203,7 @@ def share_error(
 
     Raises:
         BaseException: `error` itself, on a rank that has an error.
-        RemoteError: on the other ranks, with the first failing rank and its traceback.
+        RemoteError: on the other ranks; the error has the number of the first rank that failed, and its traceback.
     """
     report = None if error is None else "".join(traceback.format_exception(error))
     try:

@@ -29,12 +29,11 @@ def share_of(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
     """Return the part of `inputs` that belongs to process `index` of `count`.
 
     The first `len(inputs) % count` processes get one element more than the others. Joined in rank order, the parts are
-    the input. With padding, copies of the last element follow the joined input, so only its first `len(inputs)`
-    elements count.
+    the input. With padding, all parts have the same length, and the joined parts end with copies of the last element.
 
     Args:
-        inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict or other mapping
-            of these (nested too) whose leaves have one length. It is never changed.
+        inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict or other mapping of these
+            (nested too) whose leaves all have the same length. It is never changed.
         index: number of the process, from 0 to `count - 1`.
         count: number of processes.
         pad: whether to repeat the last element, so that every part has the same length.
@@ -189,8 +188,8 @@ class ProcessMethods:
 
         Args:
             name: name of the wait. All processes must pass the same name, or none.
-            timeout_s: how long to wait, in seconds. It is at most the process group's time-out, which is also the
-                default, less a few seconds.
+            timeout_s: how long to wait, in seconds; at most the time-out of the process group. None: a few seconds less
+                than that time-out.
 
         Raises:
             SettingError: the time-out is not above 0, or longer than the process group's.
@@ -401,7 +400,7 @@ class PartialState(ProcessMethods):
 
     @property
     def debug(self) -> bool:
-        """Whether ranks compare each collective before they run it, by the argument `debug` or else `INSTEP_DEBUG`."""
+        """Whether ranks compare each collective before they run it; set by the argument `debug` or `INSTEP_DEBUG`."""
         return process.held().debug
 
     @property

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 def resolve_backend(backend: str | None, kind: DeviceKind, environment: ProcessEnvironment) -> str:
     """Return torch's full name of the backend for a kind of device.
 
-    The backend also supports CPU tensors, so that a metric need not be moved to the device to be reduced.
+    For the device's own backend, the name also includes gloo for CPU tensors, so that a metric on the CPU can be
+    reduced without being moved to the device.
 
     Args:
         backend: torch's name, such as "gloo", "nccl" or "cpu:gloo,cuda:nccl"; None for the backend of the device.
@@ -70,7 +71,8 @@ def resolve_backend(backend: str | None, kind: DeviceKind, environment: ProcessE
         device, _, name = part.rpartition(":")
         _check_backend(name, device or kind.name, environment)
     if backend == "mpi":
-        # "cpu:mpi" and not "mpi": with the plain name, torch creates the group without the store that gloo needs.
+        # With the plain name "mpi", torch would create the default group without a store. The gloo groups, which are
+        # created later, need this store.
         return "cpu:mpi" if kind.name == "cpu" else f"cpu:mpi,{kind.name}:mpi"
     return f"cpu:gloo,{kind.name}:{backend}" if backend == kind.backend and kind.name != "cpu" else backend
 
@@ -110,8 +112,8 @@ class Groups:
     Args:
         default: torch's default group.
         control: gloo group of the same ranks, for control messages.
-        step: another gloo group of the same ranks, for agreements in each training step. This group is separate, so
-            that a rank in another call on the control group never receives the messages of an agreement.
+        step: another gloo group of the same ranks, for agreements in each training step. The messages of an agreement
+            cannot be confused with those of other calls, which use the control group.
         owned: whether instep created the default group; False if the user did.
         timeout: time limit of every operation of the control group.
         hosts: host name of each rank's machine.
@@ -158,7 +160,7 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
     Args:
         environment: rank and world size of this process.
         backend: torch's name for the backend, such as "gloo" or "cpu:gloo,cuda:nccl".
-        options: `timeout` of every operation, `pg_options` and `device_id`, for `init_process_group`.
+        options: arguments for `init_process_group`: `timeout` of every operation, `pg_options` and `device_id`.
 
     Raises:
         SettingError: the address at which the processes connect is unknown.
@@ -240,7 +242,8 @@ def _with_control_group(environment: ProcessEnvironment, timeout: timedelta | No
     use_secret(secret_of_ranks(environment))
     control: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_control")
     step: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_step")
-    # After this exchange no rank needs the store, so rank 0, which may host it, can end before the others.
+    # All ranks take part in this exchange, so after it all are connected, and none needs the store any more. Then rank
+    # 0, which may host the store, can end before the others.
     hosts = tuple(map(str, exchange(socket.gethostname(), control)))
     rank_records.note_hosts(hosts)
     return Groups(_world(), control, step, owned, timeout or default_pg_timeout, hosts)
@@ -256,8 +259,9 @@ def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Stor
             _store.set_timeout(kwargs.get("timeout", default_pg_timeout))
         else:
             _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]
-    # On one node all ranks have the same restart count. Agents of torchrun on several nodes may have different counts,
-    # but agents of instep agree on one.
+    # The prefix holds the number of restarts, so that a rank never reads entries of an earlier start. On one node, all
+    # ranks have the same restart count. On several nodes, the counts of torchrun's agents may differ, so only instep's
+    # agents are asked, which agree on one count.
     job = read_job()
     attempt = environment.restart_count if environment.num_nodes == 1 else 0 if job is None else job.restart
     _generation += 1

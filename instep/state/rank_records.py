@@ -1,8 +1,8 @@
-"""Diagnostics in torch's key-value store: before a collective, each rank records which collective it enters.
+"""Diagnostics in torch's key-value store: each rank records which collective it enters or waits for.
 
 From these records, other ranks can tell which rank is missing. Each record has a MAC made with the job's secret. The
-records are in the store of the default group; or, if this store is a file, which would grow with each record, in a
-folder next to it.
+records are in the store of the default group. If this store is a file, they are in a folder next to the file, since
+the file would grow with each record.
 """
 
 from __future__ import annotations
@@ -97,19 +97,25 @@ class RankRecords:
         return found
 
     def _values(self, keys: list[str]) -> list[bytes | None]:
-        """Return the values of keys, with None for a missing key. This takes two requests if all keys exist."""
+        """Return the values of keys, with None for a missing key.
+
+        If all keys exist, two requests are enough with a store that can return several values at once.
+        """
         if getattr(self._store, "has_extended_api", bool)() and self._store.check(keys):
             return self._store.multi_get(keys)
         # `get` would wait for a missing key
         return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
     def keep_store_alive(self, number: int, ranks: Iterable[int]) -> None:
-        """Wait until these ranks have read record `number`: if this process hosts the store, the store ends with it."""
+        """Record that this rank has read record `number`, and wait a few seconds until all `ranks` have done so.
+
+        This process may host the store. Then the store ends with the process, and later readers would find nothing.
+        """
         try:
             self._store.set(f"read/{number}/{self._rank}", "")
             self._store.wait([f"read/{number}/{rank}" for rank in ranks], _LINGER)
         except RuntimeError:
-            pass  # the other ranks have ended, or wait longer than this rank
+            pass  # the store has ended, or a rank has not read the record in time
 
 
 class _Folder:
@@ -191,8 +197,8 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
         try:
             work.wait(timedelta(seconds=max(0.001, min(left_s, _LOOK_S))))
         except RuntimeError:
-            # the operation has failed, or has ended just after this wait timed out; a second wait shows which of the
-            # two
+            # A completed operation has either failed, or ended just after this wait timed out. A second wait raises the
+            # error of a failed one.
             if work.is_completed():
                 work.wait()
                 return True
@@ -205,7 +211,7 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
 
 
 def ended_ranks() -> dict[int, str]:
-    """Read from instep's agent which ranks have ended while others run, and how; empty without such an agent."""
+    """Return which ranks have ended while others run, and how, from the record of instep's agent; {} without one."""
     try:
         with open(os.environ[ENDED_FILE]) as file:
             codes = json.load(file)
@@ -361,7 +367,9 @@ def describe_ended(gone: dict[int, str]) -> str:
 
 
 def wait_for_start(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every rank is ready to create the process group. The store must be unused.
+    """Wait until every rank is ready to create the process group.
+
+    The store must be new: an entry of an earlier call would count as a rank that is ready.
 
     Raises:
         DistributedError: a rank has ended, or did not come in time.

@@ -55,7 +55,7 @@ class Run:
         num_steps: micro-batches per accumulation window.
 
     Attributes:
-        gradient: the record that the owner of the run writes.
+        gradient: state of gradient accumulation, which only the loop of this run writes.
 
     Example:
         >>> run = push_run(Run("my loop", mixed_precision="bf16", num_steps=4))

@@ -9,8 +9,9 @@ place to which it belongs, such as a key in a store. A value that does not verif
 | our agent, on one node                     | a random one for each job, in a file of the agent's folder       |
 | our agents, on several nodes               | INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE; else node 0 makes   |
 |                                            | one and prints it, and other nodes have none, with a warning     |
-| torchrun, srun, mpirun ... on one node     | the same; else one of this user and machine, in a private folder |
-| torchrun, srun, mpirun ... on several ones | the same; else none, with a warning                              |
+| torchrun, srun, mpirun ... on one node     | one of these variables; else a secret for each user and machine, |
+|                                            | in a folder that only this user can enter                        |
+| torchrun, srun, mpirun ... on several ones | one of these variables; else none, with a warning                |
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _HEX = 2 * MAC_BYTES
 
 
 class Secret:
-    """A key for MACs, which no message or log shows.
+    """A secret key for MACs. It appears in no message and no log.
 
     Args:
         key: the key; empty for a trusted network, where a MAC is only a checksum.
@@ -59,7 +60,7 @@ class Secret:
         self._key = key
 
     def text(self) -> str:
-        """Return the secret as a text for `parse`."""
+        """Return the secret as a text that `parse` can read."""
         return self._key.decode() or TRUSTED_NETWORK
 
     @staticmethod
@@ -151,8 +152,8 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
         environ: the environment variables; `os.environ` by default.
 
     Raises:
-        SettingError: the secret that the user has set is too short or not private, or the private folder is not
-            private.
+        SettingError: the secret that the user has set is too short, or other users can read its file; or the folder
+            for this user's secret is open to other users.
     """
     environ = os.environ if environ is None else environ
     given = given_secret(environ)
@@ -167,7 +168,8 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
 
 def _is_one_node(environment: ProcessEnvironment, environ: Mapping[str, str]) -> bool:
     """Return True if all ranks are certainly on one machine. The result is the same on all ranks."""
-    # A user who sets only RANK and WORLD_SIZE by hand may start ranks on several machines.
+    # torchrun always sets LOCAL_WORLD_SIZE. If it is missing, the user has set RANK and WORLD_SIZE by hand, and may
+    # have started ranks on several machines.
     by_hand = environment.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in environ
     return environment.num_nodes == 1 and not by_hand
 

@@ -13,18 +13,17 @@ class AcceleratorState(PartialState):
     """The process state, and the precision and strategy of the active run.
 
     This class is a read-only view. A Trainer sets the values for the time of its fit, validate, test or predict, an
-    Accelerator for its lifetime. So several of them in one program never disturb each other.
+    Accelerator for its lifetime. So several Trainers and Accelerators in one program never disturb each other.
 
     Args:
-        mixed_precision: "no", "fp16", "bf16" or "fp8": raises an error if the active run has another value. None is not
-            compared.
+        mixed_precision: precision that the active run must have ("no", "fp16", "bf16" or "fp8"); None accepts any.
         cpu: as in `PartialState`.
         debug: as in `PartialState`.
         **init_process_group_kwargs: as in `PartialState`.
 
     Raises:
         SettingError: an argument is wrong.
-        StateError: the state has other values, or there is no active run to compare with.
+        StateError: the active run or the process state has another value, or there is no active run to compare with.
 
     Example:
         >>> AcceleratorState().initialized  # outside any run

@@ -85,13 +85,13 @@ class Strategy:
     inference_mode = True
     """Whether modules can be evaluated in `torch.inference_mode`; if False, `torch.no_grad` is used."""
     runs_on_xla = False
-    """Whether the strategy ends the graphs that XLA devices record; a strategy that does not is refused on XLA."""
+    """Whether the strategy ends the graph that an XLA device records, so that it is run. If False, XLA is refused."""
     steps_can_be_undone = True
-    """Whether a step leaves nothing behind once weights, buffers, gradients and the optimizers' states are put back."""
+    """Whether a step is undone completely if weights, buffers, gradients and the optimizers' states are put back."""
     replicas_diverge = False
     """Whether each replica is trained by itself, so that the weights of replicas differ until `average_replicas`."""
     wraps_with_optimizer = False
-    """Whether `wrap` needs the optimizer: the strategy and its `gradients` then serve one model and its optimizer."""
+    """Whether `wrap` needs the optimizer. If so, a strategy object serves only one model and its optimizer."""
     takes_new_groups = True
     """Whether parameter groups may be added to the optimizers while the module is trained."""
     whole_parameters = True
@@ -182,7 +182,7 @@ class Strategy:
     def separate_random_streams(self, seed: int) -> None:
         """Seed the generators so that ranks with different data draw different random numbers (such as dropout masks).
 
-        Rank 0 keeps the user's random generators as they are.
+        Ranks with `data_rank` 0 keep the user's random generators as they are.
 
         Args:
             seed: seed of the run, the same on all ranks.
@@ -308,7 +308,11 @@ class Strategy:
         self.gradients.scale(loss).backward(*args, **kwargs)
 
     def prepare_backward(self, loss: Tensor) -> None:
-        """Called in manual optimization before each backward, with its loss (which is not the step's return value)."""
+        """Called in manual optimization before each backward.
+
+        Args:
+            loss: loss of this backward. The step may return another value, or none.
+        """
 
     def abandon_step(self) -> None:
         """Clean up after a step that an error on some rank has interrupted; the gradients of that step are lost.
@@ -360,7 +364,7 @@ class Strategy:
         """Return what `model_state` would return if the weights had other values. Collective: all ranks call it.
 
         Args:
-            held: the other values, by the names in `local_weights`.
+            held: the other values, with the names of `local_weights` as keys.
         """
         return {**self.model_state(), **held}
 

@@ -29,8 +29,8 @@ def clip_norm_(
 
     Args:
         parameters: parameters whose gradients are clipped: DTensors of any meshes, and plain tensors that are the same
-            on all ranks. Every rank passes its part of the same list, in the same order.
-        max_norm: the largest norm.
+            on all ranks. Ranks that hold shards of the same parameters pass these in the same order.
+        max_norm: the largest norm that is allowed.
         norm_type: order p of the norm, such as 2.0 or `inf`.
         groups: groups of ranks that hold different parameters, such as the stages of a pipeline.
         skip: parameters that are scaled but not counted, because another rank of `groups` counts them.
@@ -108,7 +108,8 @@ def each_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Compute the norm of each parameter's whole gradient, over the ranks that hold its shards. Collective.
 
     Args:
-        parameters: parameters that all have gradients. Every rank passes its part of the same list, in the same order.
+        parameters: parameters that all have gradients. Ranks that hold shards of the same parameters pass these in the
+            same order.
         norm_type: order p of the norm, such as 2.0 or `inf`.
 
     Returns:
@@ -132,8 +133,8 @@ def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float
     """Combine the norms of shards to norms of whole tensors, over the ranks that hold the shards. Collective.
 
     Args:
-        values: one value or one row for each parameter: the norm of this rank's shard. With `norm_type` 1.0 the values
-            of all shards are summed.
+        values: norm of this rank's shard for each parameter, overwritten with the result. With `norm_type` 1.0, these
+            may be any values or rows of values, which are summed over all shards.
         parameters: parameters; their meshes give the ranks that hold the other shards.
         norm_type: order p of the norm, such as 2.0 or `inf`.
     """

@@ -93,7 +93,7 @@ def _under_own_name(hook: Hook) -> Hook:
     Without NCCL, DDP refuses torch's bfloat16 hooks by their names, although gloo can sum bfloat16 too.
     """
 
-    def travel(state, bucket):  # the hook has no annotations: torch checks them, and would find strings
+    def travel(state, bucket):  # not annotated: DDP checks annotations, which would be strings in this file
         return hook(state, bucket)
 
     return travel
@@ -107,7 +107,7 @@ def _one_bucket_at_a_time(hook: Hook) -> Hook:
     """
 
     @wraps(hook)
-    def waiting(state, bucket):  # the hook has no annotations: torch checks them, and would find strings
+    def waiting(state, bucket):  # not annotated: DDP checks annotations, which would be strings in this file
         future = hook(state, bucket)
         future.wait()
         return future

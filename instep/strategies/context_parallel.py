@@ -126,7 +126,7 @@ class ContextParallel:
     def attention(self) -> Iterator[None]:
         """Patch `F.scaled_dot_product_attention` in the `with` block so that it covers the whole sequence.
 
-        It is needed around a step, and around a backward that recomputes activations.
+        This context is needed around a step, and around a backward that recomputes activations.
         """
         global _active
         if _active is not None:  # the function is patched already, as in a backward within a step
@@ -248,8 +248,7 @@ class RingAttention(ContextParallel):
     def _patched(self) -> Iterator[None]:
         from torch.distributed.tensor.experimental import context_parallel  # imported late: rarely used
 
-        # torch's context splits the buffers that it gets in place. Here the batch is split already, so the context
-        # gets a placeholder.
+        # torch's context splits the given buffers in place. Here the batch is already split, so a placeholder is given.
         stand_in = torch.empty(2 * self.size, device=self.mesh.device_type)
         ring = context_parallel(self.mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in})
         with ring, self._counted(F.scaled_dot_product_attention):

@@ -56,7 +56,7 @@ class NamingDDP(DistributedDataParallel):
 
 
 class BucketOrder:
-    """The order in which DDP gets gradients in its first backward, by which it makes its gradient buckets.
+    """The order in which gradients come in the first backward; DDP builds its gradient buckets in this order.
 
     Args:
         ddp: a DDP module before its first backward.
@@ -64,10 +64,12 @@ class BucketOrder:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.names: list[str] = []
-        """Names of the parameters in the order of their gradients; empty if this order is not known or not recorded."""
+        """Names of the parameters in the order of their gradients; empty if this order was not recorded."""
         self._ddp: DistributedDataParallel | None = ddp
         self._parameters = _parameters(ddp)  # parameters by their present names, which pruning may change
         self._handles: list[Any] = []
+        # Only in this case DDP regroups its buckets by the order of gradients. With two ranks, buckets do not change
+        # how a sum is rounded.
         regroups = not ddp.find_unused_parameters and not ddp.static_graph
         if torch.distributed.get_world_size(ddp.process_group) > 2 and regroups:
             self._handles = [
@@ -99,7 +101,7 @@ class BucketOrder:
             return
         self.stop()
         self.names = list(names)
-        with torch.enable_grad():  # a backward visits the last operation first
+        with torch.enable_grad():  # the names are reversed, since the backward visits the last operation first
             loss = torch.stack([(parameters[name].flatten()[:1] * 0).sum() for name in reversed(names)]).sum()
         reducer: Any = ddp.reducer
         reducer.prepare_for_backward([])
@@ -209,7 +211,8 @@ class DDPStrategy(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        # Copy `ddp_options`: jsonargparse would trace the dict itself to torch's class, and pass that class's defaults.
+        # Store a copy of `ddp_options`. If the dict itself were stored, jsonargparse would find out that it is passed
+        # to torch's DDP, and would fill in the defaults of torch's DDP.
         self.ddp_options = {**ddp_options, **{option: value for option, value in own.items() if value}}
         if not broadcast_buffers:
             # Newer versions of torch have another name for this option, and warn about the old one.
@@ -278,7 +281,10 @@ class DDPStrategy(Strategy):
         return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
 
     def _spreads(self, module: nn.Module, trains: bool) -> bool:
-        """Return True if the module needs DDP; if it has nothing to train, only copy rank 0's weights to all ranks."""
+        """Release an earlier DDP, and return True if the module needs a new one.
+
+        If nothing is trained, only copy rank 0's weights to all ranks, and return False.
+        """
         self.teardown()
         if not torch.distributed.is_initialized():
             world_size = read_environment().world_size
@@ -299,7 +305,8 @@ class DDPStrategy(Strategy):
     ) -> DistributedDataParallel:
         """Wrap the module in torch's DDP; with `again` (during training), do not copy rank 0's weights and buffers."""
         kept = dispatched_weights(module)
-        # DDP cannot copy tensors of torchao, and offloaded weights, which each rank has read from the same files.
+        # DDP cannot copy torchao's tensors and offloaded weights from rank 0. The former are copied below. The latter
+        # each rank has read from the same files.
         ignored = [
             name
             for name, p in module.named_parameters()
@@ -412,7 +419,7 @@ class DDPStrategy(Strategy):
         if self._local_sgd is not None:
             self._local_sgd.average_replicas()  # averages weights and buffers
         elif self.ddp_options.keys().isdisjoint(("broadcast_buffers", "forward_sync_buffers")):
-            super().average_replicas()  # with broadcast_buffers=False, ranks keep their own buffers
+            super().average_replicas()  # skipped with broadcast_buffers=False, where ranks keep their own buffers
 
     # ---- state
 
@@ -458,7 +465,7 @@ def _trainable(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _of_optimizers(tree: Any) -> Any:
-    """Return only the optimizer states in a state: each rank has a part of them, but weights are equal on all ranks."""
+    """Return only the optimizer states of a tree. Each rank has a part of these; the weights are equal on all ranks."""
     if isinstance(tree, list):
         return [part for part in map(_of_optimizers, tree) if part is not None] or None
     return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None

@@ -23,8 +23,8 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
     Args:
         tensor: a DTensor, or a plain tensor that is the same on all ranks.
         first: whether this rank is the one that writes plain tensors.
-        mesh: device mesh of all processes. If a DTensor uses only some of its dimensions, the DTensor is the same along
-            the other dimensions, except `pp`.
+        mesh: device mesh of all processes. A DTensor that uses only some dimensions of this mesh has copies along the
+            others, of which the first one is written. Along `pp`, ranks have different weights and not copies.
 
     Returns:
         This rank's part; None if the rank has no elements, or if another rank writes the same elements.
@@ -109,7 +109,10 @@ def take_part(value: Tensor | StoredTensor, like: Tensor, device: torch.device |
 
 
 def with_local(local: Tensor, like: Tensor) -> Tensor:
-    """Return a DTensor that is sharded like `like`, with `local` as this rank's part."""
+    """Return a DTensor that is sharded like `like`, with `local` as this rank's part.
+
+    If `like` is a plain tensor, return `local` itself.
+    """
     return _distributed(local, like, like.placements) if isinstance(like, DTensor) else local
 
 
@@ -118,8 +121,8 @@ def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dic
 
     Args:
         tree: state with whole tensors, in the form of `utils/optimizer_state.py`.
-        parameters: parameters of the optimizer by canonical name. State of other parameters, or of another shape, is
-            left out.
+        parameters: parameters of the optimizer by canonical name. State of other parameters, or of parameters that had
+            another shape, is returned unchanged.
     """
 
     def fits(name: str) -> bool:

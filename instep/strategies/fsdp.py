@@ -52,7 +52,7 @@ from instep.utils.optimizer_state import load_optimizer_state, names_of, optimiz
 from instep.utils.porting import instead_of
 
 _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""Modules that are sharded already, and stay so for later runs; each with the names of its weights without values."""
+"""Module that an earlier run has sharded, and that stays sharded -> names of its weights that have no values yet."""
 
 
 class FSDPGradients(Gradients):
@@ -195,7 +195,7 @@ class FSDPStrategy(Strategy):
         self._world: Any = None
         self._sharded: list[FSDPModule] = []
         self._freed: list[FSDPModule] = []
-        """Modules that are resharded after their forward; in an accumulation window, only in the last micro-batch."""
+        """Blocks that free their gathered weights after the forward, except while gradients are not reduced."""
         self._parameters: list[nn.Parameter] = []
         self._without_values: set[str] = set()
         self._became: dict[int, tuple[ref[nn.Parameter], nn.Parameter]] = {}
@@ -237,7 +237,8 @@ class FSDPStrategy(Strategy):
         if not dist.is_initialized():  # sharding needs a process group even with one process
             backend = "gloo" if device.type == "cpu" else None
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        if self._world is not dist.group.WORLD:  # in a second run the module is on the old mesh, so keep it
+        # A new process group needs a new mesh. With the same group, keep the mesh, on which a module may be sharded.
+        if self._world is not dist.group.WORLD:
             self._world = dist.group.WORLD
             state, copies = PartialState(), self.dp_replicate
             if isinstance(copies, str):
@@ -360,7 +361,8 @@ class FSDPStrategy(Strategy):
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         reshard = self.reshard_after_forward
         if root and reshard is not False:
-            reshard = None  # the root's weights stay gathered after its forward, which a step may call once more
+            # None keeps the root's weights gathered after its forward, since a step may call the forward again.
+            reshard = None
         elif alone and reshard is None:
             # Reshard after the forward even for the last block: there may be no backward, as in a GAN.
             reshard = True

@@ -162,7 +162,7 @@ class Gradients:
         """
         if algorithm == "value":
             with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-            if with_gradient:  # clip_grad_norm_ raises an error without any gradient
+            if with_gradient:  # clip_grad_value_ raises an error without any gradient
                 nn.utils.clip_grad_value_(with_gradient, value)
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
@@ -190,7 +190,7 @@ class Gradients:
             scaler.step(optimizer, **kwargs)
         finally:
             hook.remove()
-        # A fused optimizer checks for overflow in its own kernel.
+        # A fused optimizer always runs `step`, whose kernel checks for overflow itself, so the hook does not show it.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             found = scaler._found_inf_per_device(optimizer).values()
             self.step_was_skipped = any(bool(value.item()) for value in found)

@@ -97,13 +97,13 @@ class PostLocalSGD:
 
     @property
     def apart(self) -> bool:
-        """Whether the next step is local, after the warmup."""
+        """Whether the warmup is over, so that the next step is local."""
         return self.steps >= self.plan.warmup_steps
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        """Register a communication hook in a DDP module that averages gradients as the plan says."""
+        """Register a communication hook in a DDP module. The hook averages gradients over the ranks of the plan."""
 
-        def travel(_, bucket):  # the hook has no annotations: torch checks them, and would find strings
+        def travel(_, bucket):  # not annotated: DDP checks annotations, which would be strings in this file
             if not self.apart or self._node is not None:
                 return mean_of(bucket.buffer(), self._node if self.apart else None)
             future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -127,7 +127,7 @@ class PostLocalSGD:
             self.average_replicas()
 
     def _part(self) -> None:
-        """Stop DDP from copying rank 0's buffers when local steps begin."""
+        """Stop DDP from copying rank 0's buffers, if local steps have begun."""
         if self.apart:
             for name in ("forward_sync_buffers", "broadcast_buffers"):  # names in new and old versions of torch
                 if hasattr(self._ddp, name):

@@ -81,7 +81,8 @@ def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> 
     """Make `read_values` skip recorded values that the run's checkpoint will replace, so that none is read twice.
 
     Args:
-        model: the model; its recorded weights that the checkpoint has with the same shape get memory, but no values.
+        model: the model. For its recorded weights that the checkpoint has in the same shape, `read_values` allocates
+            memory, but reads no values.
         coming: shapes of the weights in the checkpoint, by name.
 
     Returns:
@@ -223,7 +224,7 @@ class Materializer:
     def finish(self, module: nn.Module, name: str) -> None:
         """Initialize the LoRA adapters of a layer; do nothing if the layer has none.
 
-        One half of an adapter's weights must begin at 0.
+        One half of an adapter's weights must begin at 0. The initialization in `make` does not see to this.
 
         Args:
             module: layer whose submodules are materialized already.

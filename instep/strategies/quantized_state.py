@@ -55,7 +55,7 @@ def is_of_torchao(tensor: Any) -> bool:
 
 
 def quantized_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the plain tensors of all quantized layers in a module that are neither parameters nor buffers."""
+    """Return those plain tensors of a module's quantized layers that are neither parameters nor buffers."""
     found: list[Tensor] = []
     for layer in module.modules():
         weight: Any = getattr(layer, "weight", None)
@@ -67,7 +67,7 @@ def quantized_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _save(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """State dict hook: replace the entries of bitsandbytes and torchao by plain tensors."""
+    """State dict hook: split a weight of torchao into plain tensors, and pad bitsandbytes' JSON to a fixed size."""
     if is_of_torchao(layer.weight):
         del state[f"{prefix}weight"]
         state.update({prefix + name: part for name, part in _parts(layer).items()})
@@ -88,7 +88,7 @@ def _load(
 ) -> None:
     """Hook before `load_state_dict`: load the quantized tensors of a layer; torch loads the layer's other tensors."""
     weight, given = f"{prefix}weight", state.get(f"{prefix}weight")
-    # The state dict has the tensor subclass itself, as torch.save stores it.
+    # The state dict has the weight as a tensor subclass (from torch.save). torch loads it without this hook's help.
     if is_of_torchao(layer.weight) and type(given) is type(layer.weight):
         return
     own = _parts(layer)
@@ -100,7 +100,7 @@ def _load(
     wrong = [
         f"{prefix}{name} is {_kind(value)} in the checkpoint and {_kind(mine)} here"
         for name, value, mine in pairs
-        if _kind(value) != _kind(mine) or is_of_torchao(mine)  # a torchao tensor is stored as several plain tensors
+        if _kind(value) != _kind(mine) or is_of_torchao(mine)  # one tensor is not enough: torchao's weight has several
     ]
     offset = None
     if about in saved:

@@ -193,7 +193,8 @@ class BeforeStep:
                 # With sequence parallelism, a gradient is a partial sum from this rank's part of the sequence.
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         for group in self._mixed:
-            # On a GPU torch uses `foreach` if it is None. None is set again after the step, so no checkpoint has False.
+            # On a GPU, torch uses `foreach` if this option is None. `_after` sets None again, so that no checkpoint
+            # contains False.
             group["foreach"] = False
         if self._unproven:
             self._compare()

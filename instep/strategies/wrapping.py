@@ -13,7 +13,7 @@ from instep.errors import SettingError, one_of
 from instep.utils.checks import is_int, wrong
 
 Policy: TypeAlias = "str | type[nn.Module] | Iterable[str | type[nn.Module]] | int | Callable[[str, nn.Module], bool]"
-"""Which submodules to wrap: classes or their names, a least number of parameters, or a function of name and module."""
+"""Which submodules to wrap: classes or their names, a minimum number of parameters, or a function (name, module)."""
 
 
 def check_policy(field: str, policy: Any) -> Any:
@@ -155,7 +155,8 @@ def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Modu
     """
     units = select("wrap", policy, module)
     if is_manual(module):
-        # In manual optimization the backward runs within the step, so each child of the module is sharded separately.
+        # In manual optimization, the backward runs within the step, but FSDP puts its backward hooks on the outputs of
+        # a sharded module's call. So the children that the step calls are sharded, and not the module itself.
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if own:
             raise SettingError(

@@ -39,7 +39,8 @@ class XLAGradients(Gradients):
     def _reduce(self, optimizer: Optimizer) -> None:
         """Average the accumulated gradients over processes, once per optimizer step.
 
-        With one process there is nothing to do, since the graph has averaged the gradients already.
+        With one process there is nothing to do: if it controls several devices, the compiled graph has already averaged
+        the gradients over them.
         """
         if id(optimizer) in self.reduced:
             return
@@ -212,7 +213,10 @@ class XLAStrategy(Strategy):
     # ---- sharding under SPMD, which changes where tensors are stored, but not the results
 
     def _weight_dim(self, weight: Tensor) -> int:
-        """Return the longest dimension that can be split evenly; -1 if there is none, or if `spmd` is "data"."""
+        """Return the index of the longest dimension that can be split evenly; -1 if there is none.
+
+        Weights are split only with `spmd="fsdp"`; otherwise return -1.
+        """
         even = [size if size % self._mesh.size() == 0 else 0 for size in weight.shape]
         return even.index(max(even)) if any(even) and self.spmd == "fsdp" else -1
 

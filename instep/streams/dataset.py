@@ -38,9 +38,9 @@ class StreamDataset(Dataset[Any]):
     a row are shuffled among themselves. The order takes no memory, however many records there are. With shuffle=False
     the records come in the order of the files.
 
-    The number of records of each file, and the place of each record, are found once and kept in `cache`, by path, size
-    and time of change. While a run is stopped, files may be appended to the list of `shards`: the interrupted epoch
-    ends with its old files, and the next epoch has all files.
+    The number of records of each file, and the place of each record, are found once and stored in `cache`. They are
+    found again if the file's path, size or time of change differs. While a run is stopped, files may be appended to the
+    list of `shards`: the interrupted epoch ends with its old files, and the next epoch has all files.
 
     How each process reads: a record of JSONL, text or tar takes one read at its place. For Parquet, the row groups that
     were used last stay decoded, up to `keep_bytes`. Choose a `window` that spans few row groups, or a `keep_bytes` that
@@ -52,13 +52,13 @@ class StreamDataset(Dataset[Any]):
             files (by fsspec) and compressed files (.gz, .zst ...) are copied into `cache` when they are first read.
         decode: function that makes a sample from a record. A record is a dict of columns (Parquet, Arrow), a dict of
             the bytes of a group of files with its `__key__` (tar), the parsed line (JSONL), or a str (text). None: the
-            sample is the record. If workers are not forked, they get this function by pickle.
+            sample is the record. The function must be picklable if workers are not forked.
         window: number of consecutive records that are shuffled among themselves, or 1 to shuffle the files only. If the
             files are sorted by class, the window should span several files.
         bucket: number of records in a group of similar length: the records of a window are sorted by `length` and cut
             into groups, which come in a random sequence. Set it to the number of samples of all ranks in a step, so
             that a batch needs little padding. 0: no groups.
-        counts: number of records of each file, if known; it is checked when the file is opened.
+        counts: number of records of each file, if known; each number is checked when the file is opened.
         columns: columns of a table that are read; None: all.
         length: name of a record's field that holds the record's length as a number, or whose `len` is this length;
             needed for `lengths`.

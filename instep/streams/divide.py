@@ -6,8 +6,8 @@ of n is block j * n + r, with any number of workers. A position is a number of s
 ranks together, so it fits any number of ranks and workers.
 
 In the first pass, a comparison of the first samples shows whether the readers read the same samples. Each reader keeps
-these samples, so that no sample is read twice. The main process asks its workers in shared memory, and then the other
-ranks.
+these samples, so that no sample is read twice. The main process gets digests of the samples from its workers through
+shared memory, and exchanges the digests with the other ranks.
 
 Random numbers that the data set draws are seeded by block, in the same way for all readers. So a data set that shuffles
 or augments by the global generators gives the samples and the order of one process.
@@ -47,7 +47,8 @@ AT_FIRST, COMPARED = 16, 256
 # Maximum number of seconds for reading the first samples; from a slow stream, fewer samples are compared.
 _PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}
 _MOST_BYTES = 64 << 20  # maximum number of bytes of the samples that are kept for the comparison
-_SHARED = 20  # readers share samples if they have more than one in this many in common; fewer may be by chance
+# Two readers count as sharing samples if more than one sample in `_SHARED` is the same. Fewer may be equal by chance.
+_SHARED = 20
 _QUIET_AFTER, _WATCH_EVERY = 3, 64  # as QUIET_AFTER and WATCH_EVERY in `instep.data.stream`
 _LOOK_EVERY_S = 0.001
 # The cost of reading for other ranks is reported if it is more than 5 % of a pass and more than one second.
@@ -306,7 +307,7 @@ class DividedDataset(IterableDataset[Any]):
         return type(self.source).__name__
 
     def iterate(self) -> Iterator[Any]:
-        """Iterate over the source again; its workers, if it is a loader, do not change signal handlers."""
+        """Iterate over the source again; if it is a loader, start its workers so that they ignore signals."""
         iterator, self.started = start_workers(self.source)
         return iterator
 
@@ -391,7 +392,10 @@ class Division:
         return self if asked and isinstance(self._stream.source, Stateful) else None
 
     def state_dict(self) -> StateDict:
-        """Return a state of the stream at a position that no rank has passed, from the worker that has read most."""
+        """Return a state of the stream at a position that no rank has passed.
+
+        With workers, return the state of the worker that has read most, so that few samples must be read again.
+        """
         if not self.workers:
             return self._stream.state_dict()
         return max(_states_in(self.loader.state_dict()), key=lambda state: state["read"], default={})

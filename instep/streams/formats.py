@@ -164,10 +164,11 @@ class JsonLines(Text):
 
 
 class Tar(Ranges):
-    """Tar archive with groups of files, as in WebDataset: neighboring members with the same base name are a record.
+    """Tar archive with groups of files, as in WebDataset: consecutive members with the same base name are a record.
 
-    A record is a dict: `__key__` is the member's name up to the first dot of its last part; the content of each member
-    has the text after that dot as its key. Folders, links and devices are left out; nothing is written to the disk.
+    A record is a dict. `__key__` is the base name: the member's path up to the first dot of its file name. The content
+    of each member is stored under the rest of its file name, in lower case: the member "a/7.seg.PNG" has the base name
+    "a/7" and the key "seg.png". Folders, links and devices are left out; nothing is written to the disk.
     """
 
     @classmethod
@@ -207,7 +208,10 @@ class Tar(Ranges):
 
 
 def _members(raw: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Yield the tar members in a piece of an archive, with their contents; tarfile reads a piece with special files."""
+    """Yield the tar members in a piece of an archive, with their contents.
+
+    If a member is not a plain file, such as the header of a long name, tarfile reads the whole piece.
+    """
     at, plain = 0, []
     while at + _BLOCK <= len(raw):
         member = tarfile.TarInfo.frombuf(raw[at : at + _BLOCK], "utf-8", "surrogateescape")
@@ -399,7 +403,7 @@ class Kept:
     """Groups of rows that were read last, of all shards of a process, up to a number of bytes.
 
     A window of shuffled records requests each of its groups again and again. A group that was not requested for long
-    belongs to an earlier window, so it is dropped at once, and its memory is used again.
+    belongs to an earlier window, so it is dropped even below the limit of bytes, and its memory is used again.
     """
 
     def __init__(self, most: int) -> None:
@@ -430,7 +434,7 @@ class Kept:
         del self._used[key]
 
     def drop(self, reader: Any) -> None:
-        """Remove all groups of rows that one reader has read from the memory."""
+        """Free all groups of rows that a reader has read."""
         for key in [key for key in self._groups if key[0] is reader]:
             self._forget(key)
 

@@ -1,9 +1,9 @@
 """Index of a shard: the number of its records and the place of each record, found once and stored.
 
-Each shard has a file `<key>.json` in the index folder; if its records follow each other, it has `<key>.npy` too.
-The key is a digest of the path, the size and the time of change (or ETag). So an index is never used for another file,
-or for the same file after a change. The JSON file is written last, so a reader that finds it finds both files. A
-damaged index is made again.
+Each shard has a file `<key>.json` in the index folder. A shard of lines or tar members also has a file `<key>.npy` with
+the place of each record. The key is a digest of the path, the size and the time of change (or ETag). So an index is
+never used for another file, or for the same file after a change. The JSON file is written last, so a reader that finds
+it finds both files. A damaged index is made again.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Index:
         """Return the lengths in several files of the index, joined in order.
 
         Args:
-            names: names of the files, which may come from a stranger.
+            names: names of the files; they are not trusted, and checked first.
             counts: number of lengths in each file.
 
         Raises:

@@ -29,7 +29,7 @@ from instep.utils.checks import is_int
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 NAME = "samples.jsonl"
-# pattern of the names of files beside `samples.jsonl`, which describe orders
+# pattern of the names of those files beside `samples.jsonl` that describe the order of a data set
 _ORDER = re.compile(r"samples-[0-9a-f]{16}\.json")
 _MOST_BYTES = 2**26
 
@@ -110,7 +110,7 @@ def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
     if {**last, **dict.fromkeys(_PLACE)} != {**line, **dict.fromkeys(_PLACE)}:
         return False
     if "unknown" in line or line["accumulate"] is None:
-        return True  # if it is unknown in one epoch how the data is divided, it is unknown in all epochs
+        return True  # the division is unknown in all epochs alike, so a further line would say nothing new
     epochs = line["epoch"] - last["epoch"]
     if line["batch"] or epochs < 1:
         return all(last[key] == line[key] for key in _PLACE)
@@ -183,7 +183,7 @@ def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = N
     for line in _lines(path):
         if not is_int(line.get("step"), 0):
             raise DataError(f"{path} is damaged: a line has no step. `instep replay` repeats steps of a checkpoint")
-        # The run was resumed from an earlier step: later lines replace those of the repeated steps.
+        # If the run was resumed from an earlier step, later lines replace those of the repeated steps.
         reached = [each for each in reached if each["step"] < line["step"]] + [line]
     line = next((each for each in reversed(reached) if each["step"] < step), None)
     if line is None:

@@ -15,7 +15,7 @@ from instep.types import StateDict, Stateful
 
 
 class DividedLoader(StreamLoader):
-    """Batches of a stream without a reliable length; if all readers read the same samples, each sample is used once.
+    """Batches of a stream without a reliable length, divided over ranks and workers if all read the same samples.
 
     A single process without workers iterates over the loader unchanged. It skips single samples only if it resumes from
     a position inside one of the loader's batches.
@@ -28,6 +28,7 @@ class DividedLoader(StreamLoader):
             of the loader.
         uneven: what happens if each rank has batches of its own and one ends first, as in `StreamLoader`.
         stateful: the loader or data set with a state of its own; None if there is none.
+        resumable: whether a run may resume within the data. If False, the stream's state is not copied at each batch.
         frozen: whether every epoch has the random numbers of the first epoch.
         rewinds: as in `StreamLoader`.
     """

@@ -21,10 +21,10 @@ _KEPT = 4  # number of blocks whose windows are kept in memory
 class PackedStream(PackedDataset):
     """`PackedDataset` of a stream: neighboring sequences are packed block by block.
 
-    The windows of a block are built each time they are read; only their number is kept. They are counted once, which
-    takes about two seconds for a million sequences. With shuffle=True the blocks come in a random sequence, and the
-    windows of about one block are shuffled among themselves, so files are read nearly in their own order. The data set
-    is divided over ranks and resumed like the stream.
+    The windows of a block are built when they are read, and only those of the last few blocks stay in memory. At the
+    start, all windows are counted, which takes about two seconds for a million sequences. With shuffle=True the blocks
+    come in a random sequence, and the windows of about one block are shuffled among themselves, so files are read
+    nearly in their own order. The data set is divided over ranks and resumed like the stream.
 
     Args:
         dataset: a `StreamDataset` whose samples are sequences of token ids.

@@ -73,7 +73,7 @@ def find_shards(
         options: options for the file system of fsspec.
 
     Raises:
-        DataError: a file is missing, or is not a regular file; the text has its name.
+        DataError: a file is missing, or is not a regular file; the message has its name.
         SettingError: there is no file, a file is named twice, or the format of a file is not known.
     """
     given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)

@@ -105,7 +105,7 @@ def options(lines: Mapping[str, Sequence[PlotLine]], log: bool) -> dict[str, Any
 
 
 def draw(plot: Any, instead: Any, lines: Mapping[str, Sequence[PlotLine]], log: bool = False) -> None:
-    """Draw lines into NiceGUI's element for a plot; if there are no lines, show another element."""
+    """Draw lines into `plot`, an element of NiceGUI; if there are no lines, show the element `instead`."""
     chart.draw(plot, instead, options({name: each for name, each in lines.items() if each}, log), legend=50)
 
 

@@ -143,7 +143,7 @@ class _Events(TensorBoardFile):
     @staticmethod
     def _of_strings(tag: str, step: float, strings: list[bytes]) -> Iterator[Media]:
         for content in strings[:8]:
-            # The text is a picture that TensorFlow's writer has stored.
+            # TensorFlow's writer stores pictures as strings too.
             if any(content.startswith(head) for head, _ in _KINDS):
                 yield from _picture(tag, step, content)
                 continue

@@ -30,7 +30,7 @@ _GONE_S = 60.0  # seconds for which a page keeps its state after its browser has
 _FIRST = 24
 _FEW = 8
 _TOLD = 4  # maximum number of runs that the summary names for each state
-# `Column.rank` of best values: up to this rank, columns come first in the table, so that nobody needs to scroll
+# `Column.rank` of best values. Columns up to this rank come first in the table, so that nobody must scroll to see them.
 _ALWAYS = 2
 _TEXT = 300  # maximum number of characters in a cell
 _FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", "updated": "updated"}

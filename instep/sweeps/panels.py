@@ -75,7 +75,7 @@ class SweepPanel:
         """Read the values that the panel shows, and draw what has changed."""
 
     def stop(self) -> None:
-        """Prevent values that a thread still reads from being drawn, because another panel replaces this panel."""
+        """Discard values that a thread is still reading for this panel, since another panel replaces it."""
         self._turn += 1
 
     async def _read(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -100,7 +100,7 @@ class SweepPanel:
 
 
 def _marks(entries: Sequence[Entry]) -> list[Any]:
-    """Return a value that changes when runs change. It contains no metrics, since nan is unequal to itself."""
+    """Return a value that changes when runs change. It contains no metrics, since nan would count as a change."""
     return [(entry.run.folder, entry.run.stamp, entry.run.status.state, entry.name) for entry in entries]
 
 

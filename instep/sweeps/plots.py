@@ -1,6 +1,7 @@
 """Plots of hyperparameters against a metric, with a mark for each run.
 
-Only this module sets the keys of the ECharts options: the browser runs the value of a key that begins with ":" as code.
+This module chooses all keys of the ECharts options, so that none comes from a run: the browser would run the value of a
+key that begins with ":" as code.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _last(entry: Entry, metric: str) -> float | None:
 def _scaled(column: Sequence[Any], few: int = 0) -> tuple[dict[str, Any], list[Any]]:
     """Choose an axis for values, and convert the values for it; numbers far apart get a logarithmic axis.
 
-    Texts have equal distances on the axis; so have numbers, if at most `few` of them are different.
+    Texts have equal distances on the axis; so have numbers, if there are at most `few` different ones.
     """
     there = [each for each in column if each is not None]
     numbers = all(type(each) in (int, float) and math.isfinite(each) and abs(each) < 2**53 for each in there)

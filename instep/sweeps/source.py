@@ -15,7 +15,7 @@ from instep.runs.entries import Entry, read_entries
 from instep.runs.naming import differing
 from instep.runs.table import Metric, Table, search, usual_metric, value_is_plain
 
-# Runs are read again after `FRESH_S` seconds, or after `SHARE` times the duration of the last reading.
+# Runs are read again after `FRESH_S` seconds or `SHARE` times the duration of the last reading, whichever is longer.
 FRESH_S, SHARE = 2.0, 10.0
 
 

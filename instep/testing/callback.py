@@ -49,7 +49,7 @@ def check_callback(make: Callable[[], Callback], *, module: Callable[[], TrainMo
             another module if the callback needs one.
 
     Raises:
-        ContractError: a rule is broken; the text has the rule and what was seen.
+        ContractError: a rule is broken; the message has the rule and what was seen.
 
     Example:
         >>> from instep import Callback

@@ -37,7 +37,7 @@ def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> Non
         batches: number of training batches that are read per epoch, at least four; the data must have that many.
 
     Raises:
-        ContractError: a rule is broken; the text has the rule and what was seen.
+        ContractError: a rule is broken; the message has the rule and what was seen.
 
     Example:
         >>> from instep import DataModule

@@ -37,7 +37,7 @@ def check_logger(make: Callable[[], Logger], *, read: Callable[[Logger], Rows] |
             name, in any order; `logger.log_dir` is the folder it wrote to. None: what arrived is not read back.
 
     Raises:
-        ContractError: a rule is broken; the text has the rule and what was seen.
+        ContractError: a rule is broken; the message has the rule and what was seen.
 
     Example:
         >>> import csv
@@ -117,7 +117,7 @@ def _train(root: Path, loggers: list[Logger], callbacks: list[Callback], ckpt_pa
 
 
 def _check_arrived(name: str, folder: Path, caught: list[warnings.WarningMessage]) -> None:
-    """Raise if a record still waits on the disk for the tracker, as happens after an error in a hook."""
+    """Raise if the logger has warned, or if a record still waits on the disk, as after an error in a hook."""
     waiting = [file for file in folder.glob("**/loggers/*.jsonl") if file.name.startswith(name)]
     said = list(dict.fromkeys(str(each.message) for each in caught if str(each.message).startswith(name)))
     if waiting or said:

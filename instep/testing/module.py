@@ -39,7 +39,7 @@ def check_module(make: Callable[[], TrainModule], train: Any = None, val: Any = 
         val: a loader for validation; None if the module or the DataModule has one, or if there is none.
 
     Raises:
-        ContractError: a rule is broken; the text has the rule and what was seen.
+        ContractError: a rule is broken; the message has the rule and what was seen.
 
     Example:
         >>> from torch.utils.data import DataLoader

@@ -16,7 +16,9 @@ from instep.testing.runs import ContractError
 
 
 def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, timeout_s: float) -> list[Any]:
-    """Run a function on several ranks on the CPU; return the results of all ranks, made of plain values and tensors.
+    """Run a function on several ranks on the CPU, and return the results of all ranks.
+
+    The results may contain only plain values and tensors.
 
     Args:
         function: function at the top level of a module, since it is pickled, as are functions and classes in `args`.

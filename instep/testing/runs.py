@@ -37,7 +37,7 @@ EPOCHS, SAVED_EVERY = 3, 7  # epochs have four or twelve batches, so the save af
 
 
 class ContractError(InstepError, AssertionError):
-    """Raised when a class breaks a rule that instep relies on; the text has the rule and what was seen."""
+    """Raised when a class breaks a rule that instep relies on; the message has the rule and what was seen."""
 
 
 class Net(TrainModule):
@@ -208,9 +208,9 @@ def check_resume(
 
 
 def resumed_step(steps: int, epochs: int, saved_every: int) -> int:
-    """Return the first saved step in the second half of a run that is not the end of an epoch.
+    """Return the first saved step that is in the second half of a run and not at the end of an epoch.
 
-    If there is none, return the last such step in the first half, or 0 if the first half has none either.
+    If there is none, return the last saved step in the first half that is not at the end of an epoch, or else 0.
     """
     within = [step for step in range(saved_every, steps, saved_every) if step * max(epochs, 1) % steps]
     return next((step for step in within if 2 * step > steps), within[-1] if within else 0)

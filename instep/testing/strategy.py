@@ -69,7 +69,7 @@ def check_strategy(
         timeout_s: seconds that each of the three sets of processes may take.
 
     Raises:
-        ContractError: a rule is broken; the text has the rule and what was seen.
+        ContractError: a rule is broken; the message has the rule and what was seen.
 
     Example:
         ::

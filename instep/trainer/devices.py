@@ -58,7 +58,7 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
 
 
 def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Settings:
-    """In an elastic job, where `num_nodes` is the maximum, return the settings with the current number of nodes."""
+    """Return the settings with the current number of nodes if the job is elastic (`num_nodes` is then the maximum)."""
     least = read_number(os.environ, MIN_NODES, 0)
     if least and environment.launcher == "torchrun" and least <= environment.num_nodes <= settings.num_nodes:
         return replace(settings, num_nodes=environment.num_nodes)
@@ -88,7 +88,7 @@ def launch(settings: Settings, count: int, command: tuple[str, ...] | None = Non
 def grace_period(settings: Settings, rank: int) -> float:
     """Return how many seconds after a signal this process is killed, if it has not saved and ended before.
 
-    Warn if they are fewer than `grace_period_s`.
+    Warn on rank 0 if this is less than the `grace_period_s` that the user has set.
     """
     asked_s = settings.grace_period_s
     if under_plain_torchrun():
@@ -162,9 +162,8 @@ def device_of(settings: Settings, process: PartialState, environment: ProcessEnv
 def make_cublas_repeatable(settings: Settings, kind: str) -> None:
     """Set the cuBLAS variable that torch needs for deterministic algorithms on CUDA, unless the user has set it.
 
-    It stays set after the run, as in Lightning.
-
-    cuBLAS and torch read the variable when the first matrix is multiplied, so the constructor of the Trainer sets it.
+    The variable stays set after the run, as in Lightning. cuBLAS and torch read it when the first matrix is multiplied,
+    so the constructor of the Trainer sets it.
     """
     if settings.deterministic and kind == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

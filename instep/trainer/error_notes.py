@@ -35,7 +35,7 @@ _ITEMS, _DEPTH, _WIDTH = 8, 3, 300
 
 
 def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
-    """Return an error that names the cause of `error`, if the text of `error` does not name it; else None.
+    """Return an error that names the cause of `error`; None if the cause is not known, or `error` names it itself.
 
     Args:
         error: an error that ends the run, raised by the user's code or by torch when that code called it.

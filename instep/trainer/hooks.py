@@ -34,7 +34,7 @@ class ModuleHooks:
     # ---- set-up
 
     def configure_callbacks(self) -> Callback | list[Callback]:
-        """Return the module's own callbacks. Each one replaces a callback of the Trainer of the same type."""
+        """Return the module's own callbacks. Each of them replaces the Trainer's callback of the same type."""
         return []
 
     def configure_model(self) -> None:
@@ -44,10 +44,10 @@ class ModuleHooks:
         """
 
     def prepare_data(self) -> None:
-        """Download data and prepare it on disk; called on one process (per node with `prepare_data_per_node`)."""
+        """Download data and prepare it on disk. Called on one process, or one per node with `prepare_data_per_node`."""
 
     def setup(self, stage: str) -> None:
-        """Called on every process at the start of `fit`, `validate`, `test` or `predict`, named by `stage`."""
+        """Called on every process at the start of a run; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Called on every process at the end of a run, after an error too."""
@@ -210,7 +210,7 @@ class ModuleHooks:
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before weights are loaded. Read back what `on_save_checkpoint` added, or change the state dict.
 
-        If a strategy shards the weights, the state dict has no tensors but lazy values: `value.read()` returns the
+        If a strategy shards the weights, the state dict has lazy values in place of tensors: `value.read()` returns the
         tensor.
         """
 
@@ -222,7 +222,7 @@ _ALIKE = 0.8
 
 
 def nearest(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
-    """Return the hook, step or loader method that a name was probably meant to be."""
+    """Return the one of the `known` names that `name` was probably meant to be; None if none is similar enough."""
     words = {"val": "validation"} if "dataloader" not in name else {"validation": "val"}
     spelt = "_".join(words.get(word, word) for word in name.split("_"))
     return next(iter(get_close_matches(spelt, known, 1, alike)), None)
@@ -243,7 +243,7 @@ def misspelt(owner: object, name: str, base: type) -> str | None:
 def is_overridden(owner: object, name: str, base: type) -> bool:
     """Return True if `owner` overrides `name`, in a subclass or as an instance attribute.
 
-    An instance attribute that is None does not override.
+    An attribute that is None does not override.
     """
     own = getattr(owner, "__dict__", {})
     if name in own:
@@ -253,7 +253,7 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 
 
 def with_stage(hook: Hook) -> Hook:
-    """Return a `setup` or `teardown` that gets the stage as a keyword, if the hook has a parameter of that name."""
+    """Return a `setup` or `teardown` hook that gets the stage as a keyword, if the hook has a parameter `stage`."""
     return (lambda stage: hook(stage=stage)) if "stage" in inspect.signature(hook).parameters else hook
 
 
@@ -265,7 +265,7 @@ class HookTable:
 
     Args:
         trainer: the Trainer, which is passed to the hooks of callbacks.
-        module: the module, whose hooks run after the callbacks'.
+        module: the module, whose hooks are called too.
         callbacks: the callbacks, in the order in which they are called.
     """
 
@@ -313,6 +313,6 @@ class HookTable:
             finally:
                 log.leave(before)
 
-        logged.__wrapped__ = hook  # type: ignore[attr-defined]  whose signature it has
+        logged.__wrapped__ = hook  # type: ignore[attr-defined]  gives it the signature of `hook`
         profiler = self._trainer.profiler
         return logged if profiler.off else profiler.wrap(action, logged)

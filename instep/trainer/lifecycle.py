@@ -76,8 +76,8 @@ def open_run(
         fn: `fit`, `validate`, `test` or `predict`.
         module: the user's module; in the block it is on its device, with the checkpoint's weights.
         datamodule: the user's datamodule, or None.
-        loaders: loaders that the user passed, by stage: `train`, `val`, `test`, `predict`.
-        ckpt_path: as passed to the Trainer.
+        loaders: mapping from a stage (`train`, `val`, `test` or `predict`) to the loaders that the user passed for it.
+        ckpt_path: the user's argument of this name.
         asked: parts of the checkpoint to load; None for all.
         is_trial: whether the run only searches for a setting, such as a learning rate. Nothing of such a run is logged,
             saved or resumed after a restart.
@@ -227,7 +227,10 @@ class _UnknownPosition:
 
 @contextmanager
 def _unknown_position(ctx: RunContext) -> Iterator[None]:
-    """In the block, raise an error if code reads a position that a checkpoint may change, now or after a restart."""
+    """In the block, raise an error if code reads the Trainer's position and the position is not known yet.
+
+    The position is not known if a checkpoint is to be loaded, or if one would be loaded after a restart of the job.
+    """
     trainer, position = ctx.trainer, ctx.trainer.position
     if ctx.fn == "fit" and (ctx.ckpt_path is not None or (read_job() is not None and not ctx.is_trial)):
         trainer.position = cast("Position", _UnknownPosition())
@@ -343,7 +346,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
 
 
 def _warns(what: str, write: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap `write`, so that an OSError in it becomes a warning. It is called at the end of a run, after all saves."""
+    """Wrap `write`, which is called at the end of a run, after all saves. An OSError in it only becomes a warning."""
 
     def write_or_warn() -> None:
         try:
@@ -477,7 +480,7 @@ def _report_overdue(ctx: RunContext, name: str) -> int:
         The code with which the process will exit.
     """
     if ctx.ending.preempted:
-        # only closing the run takes too long: it is saved, and its status is already written
+        # the run is saved and its status is written: only closing the run takes too long
         return EXIT_PREEMPTED
     text = f"{name} came, and saving took longer than the grace period of {ctx.settings.grace_period_s:g} s"
     ctx.trainer.run_folder.write_status(ctx.trainer, InstepError(f"{text}; nothing was saved"), name)

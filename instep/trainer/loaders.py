@@ -60,7 +60,7 @@ def data_of(trainer: Trainer, stage: str) -> StageData:
 
 
 def users_loaders(trainer: Trainer, stage: str) -> Any:
-    """Return the user's loaders of a stage, as `data_of` does; None if they were not requested yet."""
+    """Return the user's loaders of a stage, as `data_of` does, but do not request them: None if not requested yet."""
     ctx = trainer._ctx
     if ctx is not None and ctx.loaders.has(stage):
         return ctx.loaders.users(stage)
@@ -109,7 +109,7 @@ class Loaders:
         trainer: the Trainer, which has the settings, the strategy and the seed.
         module: the user's module, whose loader methods and transfer hooks are used.
         datamodule: the user's datamodule, which takes precedence over the module; or None.
-        given: loaders that the user passed to the Trainer's method, by stage.
+        given: mapping from a stage to the loaders that the user passed to the Trainer's method.
         device: device that batches are moved to.
         gradient: gradient state, which gets the number of micro-batches per optimizer step.
 
@@ -120,7 +120,7 @@ class Loaders:
         window_origin: batch of the epoch from which accumulation windows are counted.
         in_epoch: whether an epoch is running. While it runs, the user must not change `accumulate`.
         prepared_train: the training data; None before it is prepared.
-        given: loaders that the user passed to the Trainer's method, by stage; None where a loader method returns them.
+        given: mapping from a stage to the loaders that the user passed; None where a loader method returns them.
         settings: settings of the Trainer; a trial may change the limits of batches in them before data is prepared.
     """
 
@@ -163,7 +163,7 @@ class Loaders:
     def data(self, stage: str) -> StageData:
         """Return the user's loaders of a stage, with the number of batches that each gives in the run.
 
-        The run must have the stage.
+        `has(stage)` must be True.
         """
         sources = [self.train] if stage == "train" else self.evaluation(stage)
         counts = [math.inf if source.num_batches is None else source.num_batches for source in sources]
@@ -190,7 +190,7 @@ class Loaders:
     def how_to_give(self, stage: str) -> str:
         """Return a text that says how to provide the missing data.
 
-        It names a method of the user that may be misspelt.
+        If the user has a method whose name is probably a misspelling of the loader method, the text names it.
         """
         owner, base = (self._module, ModuleHooks) if self._datamodule is None else (self._datamodule, DataModule)
         name, wanted = type(owner).__name__, f"{stage}_dataloader"
@@ -356,7 +356,7 @@ class Loaders:
         return True
 
     def _has(self, stage: str) -> bool:
-        """Return True if there are loaders, as far as this is known without requesting them."""
+        """Return True if the user passed loaders or overrides the loader method. The method is not called here."""
         name, owner = f"{stage}_dataloader", self._datamodule or self._module
         base = ModuleHooks if self._datamodule is None else DataModule
         return self.given.get(stage) is not None or is_overridden(owner, name, base)
@@ -364,10 +364,10 @@ class Loaders:
     def validation(self, epoch: int) -> list[BatchSource]:
         """Return the validation loaders of this epoch.
 
-        Request them again if `reload_dataloaders_every_n_epochs` is set. With this setting they are requested in the
-        first epoch that validates, and again in an epoch that validates if at least this number of epochs has passed
-        since the last request. A resumed run requests them in the same epochs as the interrupted run. A sanity check
-        before an epoch that does not validate also requests them.
+        Without `reload_dataloaders_every_n_epochs`, they are requested once. With this setting they are requested in
+        the first epoch that validates. An epoch that validates later requests them again, if at least this number of
+        epochs has passed since the last request. A resumed run requests them in the same epochs as the interrupted
+        run. A sanity check before an epoch that does not validate also requests them.
         """
         every, step = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch or 1
         if not every or self.given.get("val") is not None:  # loaders passed to fit are not requested
@@ -385,9 +385,10 @@ class Loaders:
     # ---- training and evaluation
 
     def _as_first_asked(self) -> AbstractContextManager[None]:
-        """Return a context in which a loader method reads the epoch and step of an uninterrupted run's request.
+        """Return a context for a request of loaders, in which a loader method reads the Trainer's epoch and step.
 
-        If this is the first request of the loaders, record the position.
+        In a resumed run they are those at which the uninterrupted run requested the loaders. If this is the first
+        request of the loaders, record the position.
         """
         at, ctx, every = self._trainer.position, self._trainer._ctx, self.settings.reload_dataloaders_every_n_epochs
         if every:

@@ -1,6 +1,6 @@
 """Logging of metrics: how a value gets from `self.log` to the host, is reduced over ranks, and reaches the loggers.
 
-`TrainModule.log` only copies its value into `MetricLog.buffer`. The loop drains that list outside any compiled region
+`TrainModule.log` only appends its value to `MetricLog.buffer`. The loop drains the buffer outside any compiled region
 into accumulators, one for each name and hook. Values stay on their device until `hand_over` packs all of them into one
 `ScalarTransfer`. Sums are kept in float64 and added in the order of the batches, so that a mean is exact, the same for
 every world size, and bit-identical after a resume. `Metrics` has the last value of each name, for callbacks and the
@@ -358,8 +358,8 @@ class MetricLog:
         counts: whether this rank's values take part in reductions. If several ranks have the same data, only one of
             them counts.
         module: the module with the metric objects.
-        warned: names of hooks for which it was checked whether the number of samples in a batch can be known. Each
-            hook is checked once, with a warning if it cannot; None for no checks.
+        warned: names of the hooks for which it was checked whether the number of samples in a batch can be known. Each
+            hook is checked once, and a warning is given if the number cannot be known. None for no checks.
     """
 
     def __init__(
@@ -377,9 +377,9 @@ class MetricLog:
         self.buffer: list[Entry] = []
         self.batch: Any = None
         self.weight: float | None = None
-        """Samples in this batch on this rank: 0 for a replayed batch, None if it must be read from the batch."""
+        """Samples in this batch on this rank: 0 for a replayed batch, None if the batch itself must be looked at."""
         self.copies = False
-        """Whether logged values must be copied, since the next step overwrites their memory, as a CUDA graph does."""
+        """Whether logged values must be copied, because the next replay of a CUDA graph overwrites their memory."""
         self.not_here: set[int] = set()
         """Ids of the metric objects that count for another stage, and cannot keep separate counts for this stage."""
         self._world_size = world_size
@@ -390,7 +390,7 @@ class MetricLog:
         self._accumulators: dict[tuple[str, int | None], dict[str, Accumulator]] = {}
         self._current: dict[str, Accumulator] = {}
         self._order = 0
-        # values that are already computed, by metric object and suffix
+        # (id of a metric object, suffix of a loader) -> value that the object has computed for this loader
         self._of_loaders: dict[tuple[int, str], float] = {}
         self._outstanding: _Outstanding | None = None
         # whether any rank averages step values over ranks; None until the ranks have told each other
@@ -420,9 +420,9 @@ class MetricLog:
     def set_loader(self, index: int | None) -> None:
         """Set the index of the evaluation loader that batches come from; None if no loader is being read.
 
-        If the logged name includes the loader's index, the counts of its metric object are stored for each loader when
-        this loader ends. After the last loader the metric object gets the sum of these counts, for names and hooks that
-        concern all loaders.
+        If a metric object is logged under names with the loader's index, its counts are stored when a loader ends.
+        After the last loader the metric object gets the sum of the stored counts, for names and hooks that concern all
+        loaders.
         """
         if self._num_loaders > 1:
             ended = [one for one in self._objects() if one.suffix and one.counts is None]
@@ -695,9 +695,9 @@ class MetricLog:
         return [one.full_name for one in self._syncs() if one.options.group is None]
 
     def _any_syncs(self) -> bool:
-        """Return True if a step value is averaged over ranks on any rank.
+        """Return True if any rank averages a step value over ranks.
 
-        The first call is collective, so that all ranks learn of it.
+        The first call is collective: the ranks tell each other.
         """
         mine = any(True for _ in self._syncs())
         if self._averages is None:
@@ -814,15 +814,15 @@ class MetricLog:
                 values[key] = one.computed(shapes.get(one.epoch_name, {}))
                 if one.epoch_name in empty and math.isnan(values[key]):
                     metric_states_module().warn_of_none(one.metric, one.epoch_name)
-            if of_loader:  # the metric object's counts for this loader are final
+            if of_loader:  # keep the value for later calls: this loader has ended, so the value cannot change
                 self._of_loaders[key] = values[key]
             result[one.epoch_key] = values[key]
         return result
 
     def _loaders_of(self, accumulator: Accumulator) -> frozenset[int] | None:
-        """Return the indices of the loaders with whose batches a value was logged.
+        """Return the indices of the loaders during which a value was logged.
 
-        Return None if it was logged outside of loaders, or if names include the loader's index.
+        Return None if the value was logged outside of loaders, or if its name includes the loader's index.
         """
         if accumulator.options.add_dataloader_idx:
             return None

@@ -88,7 +88,7 @@ def fit(ctx: RunContext) -> None:
             check_epoch(ctx)
         end_epoch(ctx, complete)
 
-    # set this also if a resumed run has no epoch left, so that `end_epoch` was not called
+    # `end_epoch` sets this too, but is not called if a resumed run has no epoch left
     at.epoch_over |= at.closed_step == at.global_step
     ctx.strategy.average_replicas()
     hooks.call("on_train_end")
@@ -103,7 +103,7 @@ def configure_optimizers(ctx: RunContext) -> None:
     """Call the module's `configure_optimizers`, then let the strategy distribute the module."""
     module, strategy = ctx.module, ctx.strategy
     with without_collections():
-        # this import takes a second, and the first optimizer and DDP need it in any case
+        # This import takes a second, and more with garbage collection. The first optimizer and DDP need it in any case.
         import_module("torch._dynamo")
     ctx.optimizers, ctx.schedulers = configure(_call_configure(module), module)
     ctx.guests = find_guests(ctx)
@@ -161,7 +161,7 @@ def prepare_training(ctx: RunContext) -> None:
 
 
 def resume(ctx: RunContext) -> None:
-    """Load a checkpoint's optimizers, schedulers and data.
+    """Load the states of optimizers, schedulers and data from the checkpoint, if the run resumes from one.
 
     Random generators are restored later, when the epoch begins.
     """
@@ -217,7 +217,7 @@ def check_sanity(ctx: RunContext) -> None:
 
 
 def start_training(ctx: RunContext) -> None:
-    """Enter the training stage: from now on the loop moves the position."""
+    """Enter the training stage: from now on the loop counts batches and steps in `ctx.position`."""
     trainer, at, s = ctx.trainer, ctx.position, ctx.settings
     ctx.clock.start_loop()
     trainer.progress.stage = "train"
@@ -257,7 +257,7 @@ def is_finished(ctx: RunContext) -> bool:
         return True
     resumes = ctx.resume is not None and not ctx.resume.restored
     if resumes and at.owes_end and (at.global_step <= s.max_steps or s.max_steps == -1):
-        # the checkpoint was saved after the last step, but before the validation and the hooks that follow this step
+        # the checkpoint was saved after the last step: the validation and the hooks that follow it are still to run
         return False
     return (s.max_steps != -1 and at.global_step >= s.max_steps) or is_stopping(ctx)
 
@@ -429,9 +429,9 @@ def settle(ctx: RunContext) -> None:
 
 
 def hand_over_metrics(ctx: RunContext) -> None:
-    """Start to copy values logged since the last call to the host; send step values that have arrived to the loggers.
+    """Start to copy newly logged values to the host, and send the step values that have arrived there to the loggers.
 
-    Step values are copied only at every `log_every_n_steps`-th step, and only once for this step.
+    Step values are copied only at every `log_every_n_steps`-th step, and only once for each of these steps.
     """
     step, every = ctx.position.global_step, ctx.settings.log_every_n_steps
     due = bool(every) and step % every == 0 and step != ctx.counts.handed_over
@@ -608,7 +608,7 @@ class BeforeValidation:
     def restore(self) -> None:
         """Restore the state from before the validation.
 
-        Checkpoints then ignore what loggers wrote during the validation.
+        Checkpoints that are saved later hold the loggers' states from before the validation.
         """
         metric_states_module().restore_metric_states(self._ctx.module, self.counted)
         self._ctx.trainer.metrics.load_state_dict(self._metrics)

@@ -1,4 +1,4 @@
-"""Manual optimization: the module calls backward and steps itself; the Trainer adds hooks and counts the steps."""
+"""Manual optimization: the module calls backward and steps its optimizers; the Trainer calls hooks and counts steps."""
 
 from __future__ import annotations
 

@@ -40,7 +40,10 @@ class Metrics:
         self._of_validation: dict[str, bool] = {}
         """Names that validation has logged -> whether an epoch value of training has replaced validation's value."""
         self.warned: set[str] = set()
-        """Callbacks and schedulers that this run has warned about, and hooks that it has checked; one warning each."""
+        """Callbacks and schedulers that this run has warned about, and hooks whose batch size it has checked.
+
+        Each of them is warned about at most once.
+        """
 
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
         """Send step values to the loggers, with the epoch beside them."""
@@ -83,7 +86,7 @@ class Metrics:
             self._send(to_log, self._trainer.global_step)
 
     def warn_of_training(self, name: str, reader: str) -> None:
-        """Warn once if a callback or scheduler reads a metric whose validation value a training value has replaced.
+        """Warn once if training has replaced the validation value of a metric that a callback or scheduler reads.
 
         Args:
             name: the metric.

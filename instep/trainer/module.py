@@ -72,12 +72,13 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     checkpoint_filter: str | Callable[[str], bool] | None = None
     """Which weights a checkpoint holds. None: all. "trainable": all buffers, and the parameters that require gradients
     or did so at an earlier save, such as the adapters of LoRA. A function gets a name in `state_dict()`, and returns
-    whether a checkpoint holds this weight. The `__init__` of a module that loads the checkpoint must make the other
-    weights, with the same values: the checkpoint has a digest of them, and loading compares it."""
+    whether a checkpoint holds this weight. Weights that the checkpoint does not hold must be made by `__init__`, with
+    the same values, in every module that loads it. The checkpoint has a digest of these weights, and loading compares
+    the digest."""
 
     example_input_array: Any = None
     """An input of `forward`, for loggers that draw the graph and for exports: a tensor, a tuple or list of arguments,
-    or a dict of them by name."""
+    or a dict of keyword arguments."""
 
     __jit_unused_properties__: Sequence[str] = ()
     """Names of the properties that `torch.jit.script` leaves out; the list is set below the class."""
@@ -275,7 +276,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Restrict gradients to this optimizer's parameters, until `untoggle_optimizer` is called."""
-        # another optimizer may still be toggled, and its frozen parameters must not stay frozen
+        # end an earlier `toggle_optimizer` first: the parameters that it froze must not stay frozen
         self.untoggle_optimizer(optimizer)
         mine = set(parameters_of(_bare(optimizer)))
         every = {p for other in self.trainer.optimizers for p in parameters_of(other)}
@@ -333,8 +334,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             add_dataloader_idx: whether to append the loader's index to the name if there are several loaders.
             batch_size: number of samples that the value stands for, which is its weight in a mean; by default known
                 from the sampler or the batch.
-            rank_zero_only: whether the call is made on the main process only, so that nothing is reduced, and a metric
-                object computes the value of its own counts.
+            rank_zero_only: whether only the main process makes this call. If so, nothing is reduced over ranks, and a
+                metric object computes its value from the counts of this process alone.
             sync_dist_group: a process group of torch; values are reduced over its ranks only. Metric objects use their
                 own `process_group`.
             metric_attribute: name of the metric object's attribute in this module; by default the attribute is searched
@@ -482,7 +483,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             self._trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather tensors of all ranks, stacked in a new first dimension. One process gets its data unchanged.
+        """Gather tensors of all ranks, stacked in a new first dimension. With one process, return `data` unchanged.
 
         Collective.
 
@@ -786,8 +787,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 TrainModule.__jit_unused_properties__ = [
     name for name in dir(TrainModule) if isinstance(getattr(TrainModule, name), property)
 ]
-# `torch.jit.script` reads annotations as TorchScript types. If a class has no annotations, it reads those of a base
-# class.
+# `torch.jit.script` would read the annotations in the class as TorchScript types, and fail. So leave only one that it
+# understands: with none at all, it would read those of a base class.
 TrainModule.__annotations__ = {"training": bool}
 
 

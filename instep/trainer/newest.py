@@ -31,7 +31,7 @@ class NewestState(ModelCheckpoint):
         at: position of the run in the training.
     """
 
-    state_key = "newest"  # type: ignore[assignment]  # one in a run
+    state_key = "newest"  # type: ignore[assignment]  # a run has at most one
 
     def __init__(self, beside: list[ModelCheckpoint], at: Position) -> None:
         first, self._at = beside[0], at

@@ -80,7 +80,7 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 
 
 def _refuse_turns(result: Any, several: bool) -> None:
-    """Raise HookError if an optimizer has a `frequency`, by which several optimizers took turns in Lightning 1.
+    """Raise HookError if an optimizer's dict has a `frequency`: with this, optimizers took turns in Lightning 1.
 
     With a single optimizer, or in manual optimization, only warn.
     """
@@ -126,7 +126,7 @@ def wants_closure(optimizer: Optimizer | None) -> bool:
 
 
 def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None]]]:
-    """Return the optimizers, and each scheduler with the `monitor` from its optimizer's dict, or None."""
+    """Return the optimizers, and pairs of a scheduler and the `monitor` in the optimizer's dict (None without one)."""
     if isinstance(result, Optimizer):
         return [result], []
     if isinstance(result, Mapping):

@@ -24,9 +24,10 @@ _STARTED_IN = _folder()
 
 
 def own_command(settings: Settings) -> dict[str, Any] | None:
-    """Return the command that runs this program again, for its checkpoints; None in a notebook or a test.
+    """Return the command that runs this program again, as checkpoints store it; None in a notebook or a test.
 
-    Secrets among its arguments are left out. The entry "mark", a signature, shows that this user wrote the command.
+    Secrets among its arguments are left out. The entry "mark" is a signature, which shows that this user wrote the
+    command.
     """
     from instep.launch import hydra  # imported late: only a save needs it
     from instep.launch.command import this_command

@@ -37,7 +37,8 @@ def check_module(model: Any) -> TrainModule:
     Raises:
         UsageError: the model is not a TrainModule.
     """
-    inner = getattr(model, "_orig_mod", None)  # attribute of torch's OptimizedModule, whose import takes a second
+    # find torch's OptimizedModule by this attribute, since importing the class takes a second
+    inner = getattr(model, "_orig_mod", None)
     if isinstance(inner, TrainModule):
         inner.compile_by(model.dynamo_ctx)
         return inner
@@ -403,9 +404,9 @@ def _names_in_code(classes: list[type]) -> Iterator[str]:
 
 
 def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
-    """Return loggers by class name and index among the loggers of this class.
+    """Return a dict of the loggers. The key of a logger is its class name and its index among loggers of this class.
 
-    With these keys, saved states still fit if a logger of another class is added.
+    With such keys, saved states still fit if a logger of another class is added.
     """
     names = [type(logger).__name__ for logger in loggers]
     return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}

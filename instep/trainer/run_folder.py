@@ -309,7 +309,7 @@ class RunFolder:
         return None if self._asked is None else (self.base / self._asked).absolute()
 
     def _continues_in(self, ctx: RunContext, folder: Path) -> bool:
-        """Return True if a folder belongs to the resumed run and has no later checkpoint."""
+        """Return True if a folder belongs to the resumed run, and has no checkpoint later than the resumed one."""
         if ctx.resumed_reader is None or folders.leads_out(folder) or not folder.is_dir():
             return False
         store = checkpoint.CheckpointStore(folder / "checkpoints")
@@ -372,7 +372,11 @@ class RunFolder:
         return runs
 
     def _asked_runs(self) -> list[Path]:
-        """List the run folders that the logger's version names, newest first; without a version, all run folders."""
+        """List the run folders of the logger's `version`, newest first; without a version, all run folders.
+
+        The folders of a version are the one with this name, and those of runs that asked for this name when it was
+        taken.
+        """
         named, runs = self._named, self._versions()
         if named is None:
             return runs
@@ -589,10 +593,9 @@ def _outcome(error: BaseException | None) -> tuple[str, int]:
 
 
 def find_of_restarted_job(ctx: RunContext) -> tuple[Path, SavedRun] | None:
-    """Give the fit a name within its job.
+    """Name the fit (`saver.job`), if it runs in a job. If the job was restarted, return the fit's newest checkpoint.
 
-    If a launcher has restarted the job, open and return the fit's newest checkpoint. Collective. The checkpoint is
-    resumed completely, whatever `ckpt_path` asks for.
+    The checkpoint is returned opened. It is resumed completely, whatever `ckpt_path` asks for. Collective.
     """
     ctx.trainer.run_folder.leave_visited()
     number = next(_fits)

@@ -58,7 +58,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
             ranks.
     """
     trainer, strategy = ctx.trainer, ctx.strategy
-    # log these values before the state of the loggers is collected
+    # send the logged values to the loggers, before the state of the loggers is collected
     trainer.metrics.log_steps(ctx.log.bring_to_host(ctx.position.global_step))
     # These calls are collective, so they come before the user's hooks, which may fail on one rank only.
     optimizers = [] if weights_only else [strategy.optimizer_state(optimizer) for optimizer in ctx.optimizers]
@@ -110,7 +110,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         "data_rank": strategy.data_rank,
         "counts": strategy.contributes,
     }
-    if ctx.rank:  # step values differ between ranks, so each rank keeps its own
+    if ctx.rank:  # step values differ between ranks: each rank saves its own, and those of rank 0 are in `shared`
         own["metrics"] = trainer.metrics.state_dict()
     source = getattr(ctx, "source", None)
     if source is not None:
@@ -152,7 +152,10 @@ def _for_resume(ctx: RunContext) -> dict[str, Any]:
 
 
 def _of_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the states of callbacks by key. Raise SettingError if two callbacks with a state share a key."""
+    """Return a dict from `state_key` to the state of the callback.
+
+    Raise SettingError if two callbacks with a state have the same `state_key`.
+    """
     states: dict[str, Any] = {}
     for callback in callbacks:
         state, key = callback.state_dict(), callback.state_key
@@ -210,7 +213,8 @@ class TrainerSaver(RunSaver):
         ctx: the run.
 
     Attributes:
-        job: name of the fit within a job. After a restart of the job, the fit finds its checkpoints by this name.
+        job: name of the fit: id of the job, program, and number of the fit in the program; None outside of a job. If
+            the job is restarted, the fit finds its checkpoints by this name.
         left_out: weights that checkpoints leave out, because the module's `checkpoint_filter` asks for it.
     """
 
@@ -301,7 +305,7 @@ class TrainerSaver(RunSaver):
             return store.save(step, write, info=info, name=name, line=self._line())
 
     def dry_run(self) -> None:
-        """Check before the first step that all state can be saved, and not only after hours of training. Collective.
+        """Check that all state can be saved: before the first step, not after hours of training. Collective.
 
         Raises:
             UnsavableStateError: some state cannot be saved; the error text names its owner and key.
@@ -325,7 +329,7 @@ class TrainerSaver(RunSaver):
 def _is_whole(ctx: RunContext, error: BaseException) -> bool:
     """Return True if weights and optimizers are as the last counted step left them: no step was interrupted.
 
-    This is read from the error's traceback, so a step that succeeds need not record anything for it.
+    The error's traceback shows whether it was raised in a step, so steps need not record when they begin and end.
     """
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     in_optimizer = any(
@@ -539,7 +543,7 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
         absent,
     )
     rest = {name: value for name, value in awaited.items() if name not in names}
-    if rest:  # a hook has removed these weights from the state dict
+    if rest:  # a hook has removed these weights from the state dict: load their first values after all
         ctx.strategy.load_model_state(rest, strict=False)
     if absent:
         # imported late: few runs need it
@@ -635,7 +639,7 @@ def _resume_optimizers(ctx: RunContext, saved: SavedRun, plan: ResumePlan) -> No
                 if schedulers and (other_schedule or not parts.schedulers):
                     put_rates(optimizer, rates)
                 if state["global_step"]:
-                    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a wrong order by it
+                    optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a wrong order
         with loading_state(saved.path, "the loss scale"):
             ctx.precision.load_state_dict(state["scaler"])
     if parts.schedulers and _fits(other_schedule, "schedulers", saved.path, strict, report.left_out):

@@ -154,9 +154,9 @@ def _fast_dev_run(name: str, value: Any) -> bool | int:
 
 
 def _sizes(value: Any) -> dict[int, int]:
-    """Return batch sizes by the step from which each one is used, sorted by step.
+    """Return a dict, sorted by step, from a step to the batch size that is used from this step on.
 
-    Texts from a JSON file become numbers.
+    Keys and values may be texts, as in a JSON file, and become numbers.
     """
     return dict(sorted((int(step), int(size)) for step, size in value.items()))
 

@@ -2,8 +2,8 @@
 
 `automatic_step` resolves everything once and returns one function that the loop calls per batch. The order of hooks is
 Lightning's: the gradients are zeroed between forward and backward of a window's first micro-batch. Several optimizers
-step together after one backward. Optional features, such as the check for nan, are guests (`guests/`), which this file
-does not name. Manual optimization is in `manual.py`.
+step together after one backward. Optional features, such as the check for nan, are guests (`guests/`): this file calls
+all guests alike. Manual optimization is in `manual.py`.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and source.plan.corrects))
     # The checks must see the gradients of all optimizers before one of them steps.
     must_prepare = must_prepare or (bool(checks) and len(optimizers) > 1)
-    # If all batches of an accumulation window were skipped, the optimizers step without gradients, except in the
-    # following cases.
+    # If all batches of an accumulation window were skipped, the optimizers step without gradients. In the following
+    # cases they do not step then.
     needs_loss = scaler is not None or parts.needs_loss or is_overridden(strategy.gradients, "step", Gradients)
 
     def prepare() -> None:
@@ -320,8 +320,8 @@ def optimizer_step(ctx: RunContext) -> Callable[..., Any]:
 def _clip_function(ctx: RunContext) -> Callable[[], object] | None:
     """Make the function that clips the gradients before each step; return None if nothing is clipped.
 
-    The norm is taken over all parameters that step together. An overridden hook of the module is called once for each
-    optimizer.
+    If the gradients are clipped by their norm, it is one norm over all parameters that step together. An overridden
+    `configure_gradient_clipping` is called once for each optimizer.
     """
     value, algorithm, optimizers = ctx.settings.gradient_clip_val, ctx.settings.gradient_clip_algorithm, ctx.optimizers
     if is_overridden(ctx.module, "configure_gradient_clipping", TrainModule):

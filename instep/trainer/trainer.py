@@ -116,10 +116,10 @@ class Trainer:
             collects. None: Python decides.
         inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
         use_distributed_sampler: shard loaders over processes.
-        uneven: what to do if processes read training data of their own and have different numbers of batches (never if
-            instep spreads the data). "stop" ends the epoch when the first process has no batch left, and warns of what
-            is left out. With "join" such a process goes on with weight 0 until all others are done. "error" raises an
-            error. An evaluation joins, unless this is "error".
+        uneven: what to do if each process reads training data of its own and their numbers of batches differ. (They do
+            not differ if instep divides the data.) "stop" ends the epoch when the first process has no batch left, and
+            warns of what is left out. With "join" such a process goes on with weight 0 until all others are done.
+            "error" raises an error. An evaluation joins, unless this is "error".
         streams: how iterable data, and other data without a length, is read by several processes or workers. "auto": if
             the first samples show that all read the same, the data is divided, so that each sample counts once; data
             that divides itself is not divided again. "divide": divide in any case. "dispatch": rank 0 reads for all.
@@ -341,8 +341,8 @@ class Trainer:
             ckpt_path: resume from a path, "last", "best", or "auto" (the newest checkpoint that verifies; without one
                 the run starts fresh).
             resume: which parts of the checkpoint to load, such as `Resume(lr=1e-4)` or `Resume.weights()`; None for
-                all. `resume_report` lists what was loaded. With "auto" or "last" it holds only once: if the same
-                command later finds a checkpoint that it saved itself, all of that checkpoint is loaded.
+                all. `resume_report` lists what was loaded. With "auto" or "last", `resume` is used only once: if the
+                same command later finds a checkpoint that it saved itself, all of that checkpoint is loaded.
 
         Raises:
             SettingError: settings that do not fit the model or data.

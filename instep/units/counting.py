@@ -142,8 +142,8 @@ class UnitCount(Callback):
         self._stop_at_maximum(trainer, agreed=False)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A count on a device is not known before the step, and the sum of an accumulation window not before its last
-        # batch.
+        # Start the sum before the step if the count is known by then. A count on a device is not, nor the count of
+        # several accumulated batches.
         self._early = trainer.accumulate_grad_batches == 1 and (self.on_host or module.device.type == "cpu")
         self._begin()
 

@@ -28,7 +28,7 @@ class CountedSchedule(Schedule):
         super().__init__(schedule.optimizer, schedule._curve)
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the learning rates from the count, which includes the current step. Collective."""
+        """Set the learning rates of the next step from the count up to and including this step. Collective."""
         self.last_epoch = self._counter.settle() - 1
         super().step()
 

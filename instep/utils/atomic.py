@@ -27,7 +27,8 @@ def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # On a network file system, link() may fail although the link was made: the server's first answer was lost.
+        # On a network file system, link() may fail although it has made the link: the server's first answer was lost.
+        # Then `temporary` has two names.
         return os.stat(temporary).st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_LINKS:

@@ -124,7 +124,7 @@ def check_object(field: str, value: Any, kind: type[T], other: str = "") -> T:
     Args:
         field: name of the setting.
         value: value of the setting.
-        kind: class of instep.
+        kind: the class, which belongs to instep.
         other: description of further valid values, for the error message.
 
     Raises:
@@ -265,7 +265,7 @@ def or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 
 
 def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:
-    """Return the checks in the annotations of a dataclass's fields, by field name.
+    """Return a dict from the names of a dataclass's fields to the checks in their annotations.
 
     Example::
 

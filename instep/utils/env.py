@@ -2,7 +2,8 @@
 
 `instep launch` sets these variables for its ranks, from its command line, config file and own environment; if you start
 a program another way, you may set them yourself. They are used only if the program itself does not give the setting.
-`from_env` reads them; for `instep launch` they are one layer of `instep.config.layers`.
+`from_env` reads them in the program. `instep launch` reads them as one of several sources of its settings
+(`instep.config.layers`).
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ class FlopCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # By default torch would import its compiler at the first operation, which takes seconds and is not needed.
+        # If this returned True, as it does by default, torch would wrap `__torch_dispatch__` so that its compiler skips
+        # the method. For this, torch imports its compiler at the first operation, which takes seconds.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,8 +18,8 @@ from instep.errors import UsageError
 from instep.utils.warn import warn_user
 
 CLASS_PATH = "_class_path"
-"""Name of the hyperparameter with the path of the class that a configuration chose; without it, no hyperparameter comes
-from a configuration."""
+"""Name of the hyperparameter with the path of the class that a configuration chose. If hyperparameters lack this one,
+none of them comes from a configuration."""
 
 _configured: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_configured", default=None)
 
@@ -160,11 +160,11 @@ class HyperParameters:
     ) -> None:
         """Store the arguments of `__init__` as `self.hparams`; they are saved in checkpoints and sent to loggers.
 
-        Call this method in `__init__`. It collects the arguments of that `__init__`, and of every subclass's `__init__`
-        that has called it. If a name occurs several times, the value of the outermost call is used, which is the value
-        that the user passed. In memory the values are not changed. A checkpoint holds dicts in place of dataclasses,
-        pydantic models, Namespaces and OmegaConf's containers, and the names of classes and functions. A value that
-        would need pickle is an error before the first step.
+        Call this method in `__init__`. It collects the arguments of this `__init__` call and of the subclasses'
+        `__init__` calls around it. If a name occurs several times, the value of the outermost call is used, which is
+        the value that the user passed. In memory the values are not changed. A checkpoint holds dicts in place of
+        dataclasses, pydantic models, Namespaces and OmegaConf's containers, and the names of classes and functions. A
+        value that would need pickle is an error before the first step.
 
         Args:
             args: nothing: store all arguments. Names: store only these arguments. Or dicts, Namespaces, dataclasses and

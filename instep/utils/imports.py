@@ -71,8 +71,8 @@ def check_torch(major: int, minor: int, *, purpose: str) -> None:
 def without_collections() -> Iterator[None]:
     """Turn off garbage collection in the `with` block, to speed up an import in it.
 
-    Each full collection visits all of torch's 200,000 objects, which are never freed; this takes a quarter of the time
-    of importing torch's compiler.
+    Each full collection visits all of torch's 200,000 objects, which are never freed. When torch's compiler is
+    imported, the collections take a quarter of the time.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -163,7 +163,8 @@ def loads(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], l
 
     def load(name: str) -> Any:
         if name not in home:
-            # `from package import submodule` first calls __getattr__ with the name of the submodule.
+            # `from package import submodule` first calls __getattr__ with the name of the submodule. Python imports the
+            # submodule after this error.
             if find_spec(f"{package}.{name}") is not None:
                 raise AttributeError(name)
             from instep.utils.porting import no_such_name  # imported late: only an error needs it

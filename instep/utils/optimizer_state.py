@@ -1,8 +1,8 @@
 """Save and load an optimizer's state by parameter names, not by position.
 
 torch numbers parameters in the order in which the optimizer got them: if two layers are swapped in the code, they would
-silently swap their momenta. Here every entry has the canonical name of its parameter: the name in the module without
-wrappers, or the first name if the parameter is tied. A checkpoint stores this tree:
+silently swap their momenta. Here every entry has the canonical name of its parameter: the name in the module, without
+the parts that wrappers add. A tied parameter has the first of its names. A checkpoint stores this tree:
 
     {"optimizer": "AdamW",
      "shapes": {"fc.weight": [10, 64], ...},
@@ -144,8 +144,9 @@ def load_optimizer_state(
         module: module with the optimizer's parameters.
         optimizer: a new optimizer of the same parameters.
         tree: the saved state; its tensors are used without copying.
-        strict: False: load what fits. If exactly one saved group has parameters of a group, the group
-            gets the settings of that saved group; otherwise it keeps its own settings.
+        strict: whether everything must fit. False: load what fits. Each group then gets the settings of the saved group
+            that had its parameters. If none of its parameters was saved, or they were saved in several groups, the
+            group keeps its own settings.
 
     Returns:
         Messages about what was not loaded; empty if `strict`.

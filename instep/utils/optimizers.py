@@ -97,7 +97,7 @@ def rates_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def put_rates(optimizer: Optimizer, rates: Sequence[dict[str, Any]]) -> None:
-    """Restore the rates that `rates_of` returned in an optimizer."""
+    """Set an optimizer's rates to those that `rates_of` returned earlier."""
     for group, own in zip(optimizer.param_groups, rates, strict=True):
         for key, value in own.items():
             put_rate(group, key, value)
@@ -115,7 +115,7 @@ def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow_schedule(scheduler: Any) -> None:
-    """Set an optimizer's rates to the current ones of a restored scheduler, if the optimizer was not restored."""
+    """Set the rates in an optimizer to those of its scheduler, which was restored without the optimizer."""
     rates = getattr(scheduler, "_last_lr", None)
     base = next((leaf.base_lrs for leaf in leaves_of(scheduler) if hasattr(leaf, "base_lrs")), None)
     if rates is None:

@@ -59,7 +59,10 @@ def load(text: str, where: object) -> Any:
 
 
 def compose(text: str, where: object) -> tuple[Any, Any]:
-    """Parse YAML; return the YAML library's node tree (with line numbers) and the plain values; None if empty."""
+    """Parse YAML; return the YAML library's node tree (with line numbers) and the plain values.
+
+    Both are None if the text is empty.
+    """
     import yaml  # imported late: only needed for a file
 
     try:

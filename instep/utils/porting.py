@@ -23,7 +23,7 @@ _ROOMS = {
     "fabric": ("strategies",),
     "accelerate": ("accelerator", "distributed", "big_models", "state"),
 }
-"""Other package -> instep's packages in which a name that both have means the same thing."""
+"""Other package -> packages of instep. A name that one of these and the other package have means the same in both."""
 _RENAMED_CALLBACKS = {
     "PyTorchLightningPruningCallback": "OptunaPruning",
     "_LRFinder": "LRFinder",
@@ -82,7 +82,7 @@ _MOVED = {
 
 @cache
 def moved() -> dict[str, dict[str, str]]:
-    """Return a dict for each of "lightning", "fabric" and "accelerate": instep's dotted names by the package's names.
+    """Return, for each of "lightning", "fabric" and "accelerate", a dict from its names to instep's dotted names.
 
     The packages in `_ROOMS` also have names that do not exist in the other package. Nobody looks these names up, so
     they do no harm; only `Precision` is left out, since Lightning's class of this name is something else, a plug-in.
@@ -112,7 +112,7 @@ PARTS_OF_LIGHTNING = {
     "loops": "there are no loop objects: `trainer.current_epoch` and `trainer.global_step` say where a run stands",
     **dict.fromkeys(("connectors", "utilities", "overrides"), _INTERNAL),
 }
-"""Advice about names without a counterpart in instep, by the part of Lightning that they belong to."""
+"""Part of Lightning -> advice about its names that have no counterpart in instep."""
 
 ADVICE = {
     **dict.fromkeys(
@@ -251,7 +251,7 @@ RENAMED = {
     "Trainer.test": {"test_dataloaders": "dataloaders"},
     "TrainerArgumentParser.add_instep_class_args": {"lightning_class": "instep_class"},
 }
-"""Arguments that have another name in instep, by class, method or command."""
+"""Class, method or command -> its arguments that have another name in instep -> this name."""
 
 ADDED = {("Trainer", "gpus"): 'accelerator="gpu"', ("Trainer", "tpu_cores"): 'accelerator="xla"'}
 """Argument to add when a renamed argument implies it: `gpus=2` becomes `devices=2` and `accelerator="gpu"`."""
@@ -271,7 +271,7 @@ DROPPED = {
     "Accelerator": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
     "DataLoaderConfiguration": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
 }  # fmt: skip
-"""Arguments that can be left out, and why, by class or function."""
+"""Class or function -> its arguments that can be left out -> why."""
 
 _NO_CLOUD = "instep starts no cloud machines; docs/scale/hardware.md says how it runs on SageMaker's"
 _POD = "start the program on each host of the pod; docs/scale/hardware.md says how"
@@ -416,7 +416,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "debug_": "use --debug",
     },
 }
-"""What to do in place of an argument that instep does not have, by class, method or command."""
+"""Class, method or command -> its arguments that instep does not have -> what to do in place of them."""
 
 LAUNCH_SWITCHES: dict[str, dict[str, Any]] = {
     "cpu": {"accelerator": "cpu"},
@@ -451,7 +451,7 @@ FILES_REFUSED = {
     ("compute_environment", "AMAZON_SAGEMAKER"): "instep starts no jobs of SageMaker. Start them with its own "
     "package, and `instep launch` in them, as docs/scale/hardware.md says",
 }
-"""Settings for which a config file of Accelerate is refused, since the others would mean something else here."""
+"""Settings for which a config file of Accelerate is refused, since its other settings would not mean the same here."""
 
 COMMANDS_OF_OTHERS = {
     "tpu-config": "Google's gcloud runs a command on all hosts of a pod; docs/scale/hardware.md says how",
@@ -472,7 +472,7 @@ VALUES = {
     },
     ("Trainer", "precision"): {"transformer-engine": "fp8", "transformer-engine-float16": "fp8"},
 }
-"""Values of text arguments that have another name in instep, by class and argument."""
+"""(class, argument) -> values of this text argument that have another name in instep -> this name."""
 
 
 HOOKS_GONE = {
@@ -502,7 +502,7 @@ HOOKS_UNCALLED = {
     "on_hpc_save": "on_save_checkpoint",
     "on_hpc_load": "on_load_checkpoint",
 }
-"""More hooks of Lightning 1.x. A user's own method may have such a name, so it causes a warning and no error."""
+"""More hooks of Lightning 1.x. A user's own method may have such a name, so the name causes only a warning."""
 
 
 _TUNER = "use instep.Tuner(trainer).lr_find(model) or .scale_batch_size(model)"
@@ -551,7 +551,7 @@ ATTRIBUTES = {
         for leaf in ("PartialState", "AcceleratorState")
     },
 }
-"""What to do about attributes and methods that instep does not have, by instep's class."""
+"""Class of instep -> attributes and methods that it does not have -> what to do about them."""
 
 
 STEP_ARGUMENTS = {
@@ -646,7 +646,7 @@ def hint_of_object(value: Any) -> str:
 
 
 OTHER_NAMES = {field: values for (owner, field), values in VALUES.items() if owner == "Trainer"}
-"""Names that other packages use for a setting's values, with instep's names, by the Trainer's setting."""
+"""Setting of the Trainer -> names that other packages use for its values -> instep's names."""
 
 
 def hint_for(name: str) -> str | None:

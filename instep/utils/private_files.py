@@ -1,7 +1,8 @@
 """Files that only one user can read or change, and message authentication codes (MACs) made with a key in such a file.
 
-The owner of a file does not prove who wrote it, since the owner may have unpacked or downloaded it. A MAC of the saved
-data does prove it. The key for the MAC is made at the first use, in the user's state folder.
+That a file belongs to a user does not prove that the user wrote its content: the user may have downloaded or unpacked
+the file. A MAC of the content does prove it, since only the user has the key. The key is made at the first use, in the
+user's state folder.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Seal:
     """Computes and checks this user's MACs for many pieces of data, and reads the key only once.
 
     Args:
-        about: text that goes into every MAC, such as what the data belong to; a MAC made with another text is wrong.
+        about: text that goes into every MAC, such as a name of what the data belong to. A MAC of the same data that was
+            made with another text is wrong.
     """
 
     def __init__(self, about: str) -> None:

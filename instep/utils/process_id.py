@@ -20,7 +20,7 @@ def this_process() -> str:
 
 
 def is_gone(owner: str) -> bool | None:
-    """Return True if a process has ended, by its name from `this_process`; None if this host cannot know."""
+    """Return whether a process has ended; None if this host cannot know. `owner` is its name from `this_process`."""
     match = _PATTERN.fullmatch(owner)
     if match is None or match["host"] != _host():
         return None

@@ -1,7 +1,7 @@
 """Functions of lightning-utilities that do something on rank 0 only; instep tells them the rank.
 
-The rank comes from the process state, and before that exists from the launcher's environment variables. It is looked up
-at each call, so a function that was decorated before a fork uses the right rank in each process.
+The rank comes from the process state or, before this state exists, from the launcher's environment variables. The rank
+is looked up at each call, so a function that was decorated before a fork uses the right rank in each process.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def _is_not_in_json(hint: Any) -> bool:
 
 
 def _was_object(value: Any, hint: Any) -> bool:
-    """Return True if, by the type of the argument, a value may be what was saved in place of an object."""
+    """Return True if the type `hint` of the argument shows that `value` may have been saved in place of an object."""
     kinds = [kind for kind in _within(hint, {}) if _is_class(kind)]
     was_one = _is_of_package if isinstance(value, str) else _is_saved_as_plain  # the string may be a URL of pydantic
     return isinstance(value, str | dict | list | tuple) and any(map(was_one, kinds))
@@ -333,10 +333,11 @@ class _Code:
 
 
 def _is_below(found: type, base: type) -> bool:
-    """Return True if a class is a subclass of a base class that a program or package made for this purpose.
+    """Return True if the class `found` is allowed where the annotation of an argument allows subclasses of `base`.
 
-    Base classes of Python itself do not count, since their subclasses may do anything. For a base class of torch, the
-    class must be in the same folder of torch.
+    It must be a subclass. `base` must not be a class of Python's standard library, since a subclass of such a class may
+    do anything. If `found` is a class of torch, its module must be in the same package as that of `base`, such as
+    `torch.optim`.
     """
     package = base.__module__.partition(".")[0]
     near = found.__module__.rpartition(".")[0] == base.__module__.rpartition(".")[0]

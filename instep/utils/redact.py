@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "***"
-_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # matches secret names of variables and settings
+_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # matches names of variables with secret values
 # in the name of an option the word must stand alone: --tokenizer and --num_tokens are no secrets
 _WORD = (
     r"(?<![a-z])(?:(?:api|access|secret|private|auth)?(?:key|token)|secret|pass|passwd|password|passphrase|pwd"

@@ -20,7 +20,7 @@ def hidden_parameters(module: nn.Module) -> dict[str, list[Tensor]]:
     """Find parameters that torch does not find, since they or their modules are in a plain list, tuple, set or dict.
 
     Returns:
-        The parameters, by the path of the attribute that has the container, such as `decoder.layers`.
+        A dict from the path of the attribute that has the container, such as `decoder.layers`, to the parameters.
 
     Example:
         >>> net = nn.Module()

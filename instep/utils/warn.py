@@ -1,4 +1,4 @@
-"""`warn_user`, by which all of instep warns: the warning shows a line of the user's program, not a line of instep."""
+"""`warn_user`: warn with a line of the user's program, not a line of instep. All code of instep uses this function."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BETWEEN = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "jsonargparse",
 def warn_user(message: str | Warning, category: type[Warning] | None = None) -> None:
     """Give a warning that shows the innermost line of the user's program, or the caller's line if there is none.
 
-    `warnings.warn` needs the number of frames up to that line, which depends on the path of calls. Its argument
-    `skip_file_prefixes` exists only since Python 3.12.
+    `warnings.warn` needs the number of frames up to that line. The number differs from call to call, so it is counted
+    here. (`warnings.warn` has an argument `skip_file_prefixes`, but only since Python 3.12.)
 
     Args:
         message: as in `warnings.warn`.

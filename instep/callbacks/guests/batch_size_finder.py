@@ -35,7 +35,7 @@ class BatchSizeFinder(Callback):
             the largest size that fitted and the smallest size that did not.
         steps_per_trial: number of optimizer steps, and of batches of each validation dataloader, for each size.
         init_val: the first size to try.
-        max_trials: the largest number of sizes to try; with "binsearch", the largest number of sizes that fit.
+        max_trials: number of sizes after which the search ends. With "binsearch", only sizes that fit count.
         batch_arg_name: name of the attribute of the module, the datamodule or their `hparams` that holds the batch
             size, in samples per process.
         margin: fraction by which the size that "binsearch" found is reduced.
@@ -140,7 +140,7 @@ class BatchSizeFinder(Callback):
             _put(holders(self._batch_arg_name, module, datamodule), self.optimal_batch_size)
 
     def _places(self, module: TrainModule, datamodule: Any) -> list[Callable[..., Any]]:
-        """Return a function for each place of the batch size, as `holders` does; UsageError if there is none."""
+        """Return a function for each place that holds the batch size, as `holders` does; raise if there is none."""
         name = self._batch_arg_name
         places = holders(name, module, datamodule)
         if not places:

@@ -126,7 +126,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters that belong to the module itself, not those of its children."""
+        """Freeze a module's own parameters, not those of its children; turn off a BatchNorm layer's statistics."""
         if isinstance(module, _BatchNorm):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):

@@ -320,7 +320,8 @@ class _Rates:
     def at(self, index: int) -> float:
         """Return the rate of trial step `index`, from 0.
 
-        Step 0 has the rate `first`; step `index` has the rate at the fraction (index + 1) / count of the way to `last`.
+        Step 0 has the rate `first`. Each later step has the rate at the fraction (index + 1) / count of the way from
+        `first` to `last`.
 
         Source: the same rates as those of Lightning's learning-rate finder.
         """

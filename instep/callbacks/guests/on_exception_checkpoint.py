@@ -67,7 +67,7 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def ckpt_path(self) -> str:
-        """Path of the checkpoint without its number; `fit(ckpt_path=...)` with it resumes from the newest one."""
+        """Path of the checkpoint without its number: pass it as `fit(ckpt_path=...)` to resume from the newest one."""
         return str(self.own_folder / self.filename)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -83,7 +83,7 @@ class OnExceptionCheckpoint(Callback):
         print(clean(said), flush=True)  # noqa: T201  on whatever rank did it
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Delete this callback's checkpoints of the run if a newer one of a ModelCheckpoint verifies."""
+        """Delete this callback's checkpoints of the run if a ModelCheckpoint has a newer checkpoint that verifies."""
         newer, old = trainer.agree(self._superseded(trainer) if trainer.is_global_zero else ("", []))
         if old and not trainer.verify_checkpoint(Path(newer)):
             for path in old:

@@ -359,7 +359,11 @@ def _row(row: Tensor) -> str:
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of rows that stay together when sorted: first row, end (exclusive), first row's sorted position."""
+    """Yield ranges of rows that stay together when sorted: first row, end (exclusive), place of the first row.
+
+    Args:
+        places: for each row, its place after sorting.
+    """
     cuts: list[int] = (np.flatnonzero(np.diff(places) != 1) + 1).tolist()
     for first, last in zip([0, *cuts], [*cuts, len(places)], strict=True):
         for begin in range(first, last, _ROWS):

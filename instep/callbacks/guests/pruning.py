@@ -58,14 +58,14 @@ class ModelPruning(Callback):
             `parameter_names`; override `filter_parameters_to_prune` to leave some out.
         parameter_names: list of names of the parameters to prune: "weight", "bias" or (the default) both.
         use_global_unstructured: choose the elements to prune among all parameters together, not in each parameter.
-        amount: fraction (0 to 1) or number of the elements that are not pruned yet; or a function that takes the
-            epoch and returns this.
+        amount: how many of the elements that are not pruned yet to prune: a fraction (0 to 1) or a number; or a
+            function that takes the epoch and returns this.
         apply_pruning: whether to prune; or a function that takes the epoch and returns this.
         make_pruning_permanent: save plain weights, and leave plain weights in the module at the end of fit.
-        use_lottery_ticket_hypothesis: whether to reset the elements that are not pruned to their values at the start of
-            training, after each pruning; or a function that takes the epoch and returns this.
-        resample_parameters: reset the elements that are not pruned to new random values, by the module's
-            `reset_parameters`, and not to their values at the start; needs `use_lottery_ticket_hypothesis`.
+        use_lottery_ticket_hypothesis: whether elements that are not pruned get their values from the start of training
+            again, after each pruning; or a function that takes the epoch and returns this.
+        resample_parameters: whether these elements get new random values instead, by the module's `reset_parameters`;
+            needs `use_lottery_ticket_hypothesis`.
         pruning_dim: the dimension along which structured pruning removes slices.
         pruning_norm: the order of the norm of "ln_structured".
         verbose: 1: log how much is pruned in total; 2: for every parameter too (by `logging`, at level INFO).
@@ -272,7 +272,7 @@ class ModelPruning(Callback):
             self._log_sparsity(before, [self._pruned(part, name) for part, name in places], amount)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the weights that are not pruned to their initial values, or to new random values. Collective."""
+        """Give the weights that are not pruned their initial values again, or new random values. Collective."""
         assert self._original_layers is not None
         for layer in self._original_layers.values():
             first = layer["data"]
@@ -425,7 +425,7 @@ class ModelPruning(Callback):
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Convert the loaded weights to the module's form: plain weights, or `weight_orig` and `weight_mask`."""
         own = {clean_name(name) for name in module.state_dict()}
-        # Fit applies the masks later, so it must load the masked values themselves, and not zeros in their place.
+        # Fit applies the masks later, so it must load the values that the masks hide, and not zeros in their place.
         applied = trainer.state.fn != "fit"
         state = checkpoint["state_dict"]
         if any(_is_masked(name, state) and name.removesuffix("_mask") in own for name in state):

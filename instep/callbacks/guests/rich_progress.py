@@ -22,7 +22,7 @@ from instep.utils.checks import Check, is_number, wrong
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_MOST_PER_S = 10.0  # largest number of redraws per second; training waits 1 or 2 ms for each redraw
+_MOST_PER_S = 10.0  # largest number of redraws per second; the thread that draws delays training by 1 or 2 ms each time
 _RATE = Check(lambda value: is_number(value) and value >= 0, "redraws per second of at least 0, which shows nothing")
 
 
@@ -114,7 +114,7 @@ class _Bars(View):
 class RichProgressBar(LiveProgressBar):
     """A progress bar made of rich's columns, which looks like Lightning's `RichProgressBar`.
 
-    As with `LiveProgressBar`, a thread draws the bar, so that a training step does not wait for it. Therefore
+    As with `LiveProgressBar`, a thread draws the bar, so that a training step does not wait for the terminal. Therefore
     `get_metrics` is called when the bar is drawn, not at every batch.
 
     Args:

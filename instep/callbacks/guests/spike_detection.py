@@ -55,8 +55,8 @@ class SpikeDetection(Callback):
         finite_only: True: a loss that is nan or inf is a spike. False: nan is ignored, inf is compared as a number.
 
     Attributes:
-        bad_batches: the content of the file: for each batch its "epoch", its "batch" index, and its "samples": a list
-            of indices in the data set for each rank (null if unknown).
+        bad_batches: the content of the written JSON file: for each batch its "epoch", its "batch" index, and its
+            "samples", which are a list of indices in the data set for each rank (null if unknown).
 
     Raises:
         SettingError: an argument is wrong.

@@ -59,7 +59,7 @@ class ThroughputMonitor(Callback):
 
     Validation, test and prediction log the same values without operations, once at their end, under `validate/`,
     `test/` and `predict/`. Times are measured on the host without waiting for the device. The host may run ahead of the
-    device, but it is ahead by about the same time at both ends of the window.
+    device, but by about the same time at both ends of the window, so the rates are right.
 
     The number of floating-point operations is the module's `flops_per_batch`, if it has this attribute or property
     (forward and backward of one batch on one process). Otherwise torch's formulas count the operations of the first
@@ -170,7 +170,7 @@ class ThroughputMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         counts = not self._module_tells and not any(m._compiled_call_impl is not None for m in module.modules())
-        # The hook is set on this object, so that a monitor without it costs no call at each step.
+        # The hook is set on this object, so that a monitor that counts no operations costs no call at each step.
         self.on_train_batch_start = self._count_flops if counts else None  # pyright: ignore[reportAttributeAccessIssue]
 
     def _count_flops(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:

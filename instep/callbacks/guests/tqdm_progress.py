@@ -74,8 +74,8 @@ class TQDMProgressBar(ProgressBar):
     Each stage has its own bar: `train_progress_bar`, `val_progress_bar` (also for the sanity check),
     `test_progress_bar` and `predict_progress_bar`. A method `init_..._tqdm`, which may be overridden, makes each bar.
     Every `refresh_rate` batches the training thread sets the bar's counter. Since drawing may take longer than a step,
-    the bar and the metrics are drawn at most ten times a second, at the last batch, and before a validation. If a
-    subclass overrides `get_metrics`, the method is called every `refresh_rate` batches.
+    the bar and the metrics are drawn at most ten times a second, and also at the last batch and before a validation. If
+    a subclass overrides `get_metrics`, the method is called every `refresh_rate` batches.
 
     Args:
         refresh_rate: batches between two updates; 0 shows nothing. The environment variable TQDM_MINITERS sets a

@@ -307,7 +307,7 @@ class WeightAveraging(Callback):
             averages = self._averages or {}
             self._live = {name: held[name].detach().to(averages[name].device, copy=True) for name in averages}
             _write(averages, held)
-            strategy.average_replicas()  # makes the buffers equal; only they differ between ranks here
+            strategy.average_replicas()  # for the buffers, the only tensors that may differ between ranks here
         else:
             _write(self._live, held)
             self._live = None

@@ -164,7 +164,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def _guard(self, function: Any, *args: Any) -> Any:
         try:
             return function(*args)
-        except Exception as error:  # noqa: BLE001 - the bar must never end the training; it says that it is gone
+        except Exception as error:  # noqa: BLE001 - an error of the bar must never end the training
             if self.error is None:
                 self.error = error
                 self._say(f"The progress bar stopped: {type(error).__name__}: {error}")
@@ -190,7 +190,7 @@ class LiveProgressBar(ProgressBar, default=True):
         self._started = (self._loop_start_s, _part_done(trainer) or 0.0)
         self._screen = open_screen(self._console_options)
         self._thread = threading.Thread(
-            # Run in a copy of this thread's context variables, by which a notebook finds the output's cell.
+            # The thread gets a copy of the context variables, since a notebook reads the output's cell from them.
             target=contextvars.copy_context().run,
             args=(self._guard, self._watch, trainer, module, self._screen, self._stopping),
             name="instep-progress",
@@ -200,7 +200,7 @@ class LiveProgressBar(ProgressBar, default=True):
         atexit.register(self._stop)
 
     def _watch(self, trainer: Trainer, module: TrainModule, screen: Lines, stopping: threading.Event) -> None:
-        # In a log file, lines are rare, but the speed is still measured at least once a second.
+        # Plain lines are written rarely, but the counters are still read at least once a second, to measure the speed.
         period_s = 1 / self.refreshes_per_s if screen.live else min(1.0, self.plain_every_s)
         shown_s = time.monotonic()
         try:
@@ -318,7 +318,7 @@ class LiveProgressBar(ProgressBar, default=True):
 def _best_so_far(trainer: Trainer) -> Best:
     """Return a `Best` for the metrics that a ModelCheckpoint or EarlyStopping monitors.
 
-    It begins with the best scores of the ModelCheckpoints, which a resumed run has from before the resume.
+    It begins with the best scores of the ModelCheckpoints, which in a resumed run come from before the resume.
     """
     modes, scores = {}, {}
     for callback in trainer.callbacks:
@@ -362,7 +362,8 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
             else {}
         )
         tokens = sorted((name for name in items if name.endswith("items_per_sec")), key=lambda name: "device" in name)
-        # The first of these names is the rate of all processes together; with one process, the rate of its device.
+        # `sorted` puts names with "device" last, so the first name is the rate of all processes together. With one
+        # process there is only the rate of its device.
         facts += [f"{amount(items[name])} tokens/s" for name in tokens[:1]]
         facts += [f"MFU {value:.1%}" for name, value in items.items() if name.endswith("mfu")]
     return facts

@@ -90,7 +90,7 @@ class ProgressBar(Callback):
         return "Predicting"
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
-        """Return the values to show: the loggers' version as `v_num`, and those logged with `prog_bar=True`.
+        """Return the values to show: the loggers' version as `v_num`, and the metrics logged with `prog_bar=True`.
 
         Metrics that are still on a device are left out: reading them would make the training wait.
         """
@@ -169,7 +169,10 @@ class ProgressBar(Callback):
 
 
 def _version(trainer: Trainer) -> dict[str, int | str]:
-    """Return the versions of the loggers as `v_num`; if a version is a string, its last four characters."""
+    """Return the loggers' version as `v_num`; {} if there is none.
+
+    Several different versions are joined to one string. Of a string, only the last four characters are returned.
+    """
     versions = dict.fromkeys(logger.version for logger in trainer.loggers)
     if len(versions) == 1:
         version = next(iter(versions))

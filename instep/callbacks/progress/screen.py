@@ -31,7 +31,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._err = sys.stderr
-        # Held while drawing. A fork waits for this lock, so that the child does not inherit locked locks of rich.
+        # Held while drawing. A fork waits for this lock, so that the child inherits no lock of rich that is in use.
         self.lock = threading.Lock()
 
     def show(self, view: View) -> None:
@@ -139,7 +139,7 @@ class Notebook(Lines):
 
 
 def html(view: View, columns: int = _COLUMNS) -> str:
-    """Draw a view as HTML, on the background of the page around it."""
+    """Draw a view as HTML that sets no background color, so that it fits a light and a dark page."""
     from rich.console import Console  # slow to import, so imported only when something is drawn
 
     console = Console(file=io.StringIO(), record=True, width=columns, color_system="truecolor", force_jupyter=False)

@@ -77,7 +77,7 @@ class Curve:
         self._last: float | None = None
 
     def add(self, value: float) -> None:
-        """Add a value to the curve, unless it is not finite or equals the last one."""
+        """Add a value to the curve; ignore a value that is not finite or that equals the value added before."""
         if value == self._last or not math.isfinite(value):
             return
         self._last = value
@@ -183,7 +183,11 @@ class Line:
 
 @dataclass
 class View:
-    """What the progress bar shows at one time: a line for each running loop (outermost first), metrics, samples/s."""
+    """What the progress bar shows at one time.
+
+    These are a line for each running loop (outermost first), the metrics and their best values, further facts such as
+    samples per second, and the loss curve.
+    """
 
     lines: list[Line]
     metrics: Mapping[str, float | int | str] = field(default_factory=dict)
@@ -230,7 +234,7 @@ class View:
         yield from _flow([[_Span(fact, "bright_black")] for fact in (*notes, *below, *self.facts) if fact], width)
 
     def _tails(self, room: int) -> tuple[list[str], list[str]]:
-        """Return the text to the right of each bar, and a list of texts for which there is no space in that line."""
+        """Return the text to the right of each bar, and a list of texts that have no room there."""
         columns = {
             "count": [line.count.rjust(max(len(line.count) for line in self.lines)) for line in self.lines],
             "elapsed": [clock(line.elapsed_s) for line in self.lines],
@@ -330,12 +334,12 @@ def metric_text(metrics: Mapping[str, float | int | str], best: Mapping[str, flo
 
 
 def number(value: float | int | str) -> str:
-    """Write a metric's value with four significant digits."""
+    """Write a metric's value; a float gets four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def amount(value: float) -> str:
-    """Format a number with a unit: k for thousands, M for millions.
+    """Format a number; from 10,000 on, with a unit: k for thousands, M for millions, G for billions.
 
     Example:
         >>> amount(7.25), amount(812.3), amount(81234.0), amount(2.5e7)

@@ -76,7 +76,7 @@ def read_pickle(data: bytes | BinaryIO) -> Any:
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:
         return _Reader(stream, encoding="latin1").load()
-    # An UnpicklingError would be reported as a file that needs to run code.
+    # Here an UnpicklingError means a damaged pickle, but callers report it as a file that needs to run code.
     except pickle.UnpicklingError as error:
         raise ValueError(str(error)) from error
 
@@ -140,7 +140,7 @@ class _Reader(pickle._Unpickler):
         **dict.fromkeys(range(256), _refuse),
         **{getattr(pickle, name)[0]: _known[getattr(pickle, name)[0]] for name in _INSTRUCTIONS},
         **{getattr(pickle, name)[0]: _hashing(name, keys) for name, keys in _HASHING.items()},
-        pickle.NEWOBJ[0]: _known[pickle.REDUCE[0]],  # Python's own NEWOBJ looks up `__new__` on any object
+        pickle.NEWOBJ[0]: _known[pickle.REDUCE[0]],  # Python's own NEWOBJ would call `__new__` of any object
     }
 
     def find_class(self, module: str, name: str) -> Any:

@@ -62,7 +62,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load_torch(file: BinaryIO, path: Path) -> Any:
-    """Read an open file of torch.save. Except for the error below, errors that a damaged file causes are not converted.
+    """Read an open file of torch.save. A damaged file may cause errors of any type.
 
     Args:
         file: open file, positioned at its beginning.
@@ -204,7 +204,7 @@ def _item_bytes(kind: Any) -> int:
 
 
 def _check_call(name: str, args: Any) -> None:
-    """Raise an error for a call by which torch would make something else than a tensor from the file's storages."""
+    """Raise an error if a call in the pickle would make something other than a tensor of the file's storages."""
     module, _, function = name.rpartition(".")
     if name in _WITH_ATTRIBUTES:
         _check_attributes(args[3] if len(args) > 3 else None)

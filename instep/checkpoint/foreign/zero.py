@@ -2,9 +2,9 @@
 
 Such a folder has the file `latest` and a folder for each tag, with the files `*_model_states.pt` and
 `*_optim_states.pt` of each rank, which torch.save has written. They are read with `weights_only=True`. Besides tensors
-they contain objects of four classes of DeepSpeed (its loss scalers, an enum and an address). Empty classes replace
-these, so that DeepSpeed need not be installed. The float32 weights are stored in flat partitions, one per rank. The
-optimizer's moments and steps are not read.
+they contain objects of four classes of DeepSpeed (its loss scalers, an enum and an address). An empty class, and int
+for the enum, replace these classes, so that DeepSpeed need not be installed. The float32 weights are stored in flat
+partitions, one per rank. The optimizer's moments and steps are not used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STAND_INS: list[Any] = [
 
 
 def find_folder(path: Path) -> Path | None:
-    """Return the folder of a tag: `path`, or the folder that `path/latest` names; None if it is not DeepSpeed's."""
+    """Return the folder with DeepSpeed's files: `path`, or the folder that `path/latest` names; None if it has none."""
     latest = path / "latest"
     tagged = path
     if isinstance(path, Path) and latest.is_file():
@@ -102,7 +102,10 @@ def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]
 
 
 def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], gaps: Any) -> dict[str, Tensor]:
-    """Join ZeRO stage 1 and 2 weights: each flat parameter group is partitioned over ranks, and may have gaps."""
+    """Join ZeRO stage 1 and 2 weights: each parameter group is one flat tensor, which is partitioned over ranks.
+
+    `gaps` has the number of elements between each parameter and the next one; None if there are no gaps.
+    """
     found: dict[str, Tensor] = {}
     for index, group in enumerate(shapes):
         flat = torch.cat([rank[index].reshape(-1) for rank in parts]).float()
@@ -114,7 +117,7 @@ def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], ga
 
 
 def _stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Join ZeRO stage 3 weights: each parameter is partitioned over ranks; a rank stores its parts one by one."""
+    """Join ZeRO stage 3 weights: each rank's tensor has a part of every parameter, one part after the other."""
     found: dict[str, Tensor] = {}
     begin = 0
     for name, shape in (item for group in shapes for item in group.items()):
@@ -139,7 +142,7 @@ def _runs(groups: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def _in_order(names: Sequence[str], ending: str, folder: Path) -> list[str]:
-    """Sort the files of all ranks by rank number; a sort by name would not do, since numbers have no leading zeros."""
+    """Sort the files of all ranks by rank number. (Sorted by name, rank 10 would come before rank 2.)"""
 
     def rank(name: str) -> tuple[int, ...]:
         found = _RANK.search(name)

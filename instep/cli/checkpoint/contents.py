@@ -81,11 +81,11 @@ class Contents:
     left_out: list[str] = field(default_factory=list)
 
     def leave_out(self, *names: str) -> None:
-        """Add those of the named fields that are not empty to `left_out`."""
+        """Add the names of the given fields to `left_out`, except empty fields."""
         self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
 
     def numbered_optimizers(self) -> list[dict[str, Any]]:
-        """Return the optimizers' state dicts in torch's form: each numbers its parameters over all of its groups."""
+        """Return the optimizers' state dicts in torch's form, with numbers from 0 in place of parameter names."""
         states = []
         for number, tree in enumerate(self.optimizers):
             index = {name: i for i, name in enumerate(name for group in tree["groups"] for name in group["params"])}

@@ -104,7 +104,7 @@ def is_accelerate(folder: Path) -> bool:
 
 
 def read_accelerate(folder: Path) -> Contents:
-    """Read the weights of the first model. The other files are numbered pickles, which are listed as left out."""
+    """Read the weights of the first model. All other files, most of which are pickles, are listed as left out."""
     name = next(name for name in _WEIGHTS if (folder / name).is_file())
     parts = indexed_files(folder / name) if name.endswith(".json") else [folder / name]
     weights: dict[str, Tensor] = {}

@@ -84,7 +84,7 @@ def _content(reader: Reader) -> dict[str, Any]:
 
 
 def _optimizers(reader: Reader) -> Any:
-    """List the class and options of each optimizer, without its state; None if no optimizer was saved by a Trainer."""
+    """List the class and options of each optimizer, without its state; None if the checkpoint has no optimizers."""
     from instep.checkpoint import decode  # imported late, since it loads torch
     from instep.checkpoint.lazy import join_trees
 

@@ -94,7 +94,7 @@ def find_one(path: str) -> Path:
 
 
 def pass_over(problem: str) -> None:
-    """Warn that a checkpoint is passed over, and why; the next older one is used."""
+    """Warn that a checkpoint is damaged, and that the next older one is tried; `problem` describes the damage."""
     output.warn(f"{problem} The next older one is taken.")
 
 

@@ -50,7 +50,7 @@ _VALUES_ASKED_FOR = (DataDependentOutputException, DynamicOutputShapeException)
 
 @contextmanager
 def users_code(what: str, advice: str, batch: Any = None) -> Iterator[None]:
-    """Run code of the user in the `with` block; replace an error of this code by a UsageError with one message.
+    """Run code of the user in the `with` block; replace its error by a UsageError with the place and some advice.
 
     Args:
         what: what the code does, such as "making train:Model".
@@ -282,7 +282,11 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
 
 
 def _attach(module: nn.Module) -> None:
-    """Give a module and its optimizers the Trainer's attributes that a step and `configure_optimizers` may read."""
+    """Give a TrainModule a stand-in for the Trainer, with what a step and `configure_optimizers` may read from it.
+
+    Raises:
+        UsageError: the module optimizes by hand.
+    """
     if getattr(module, "automatic_optimization", True) is False:
         raise UsageError(
             f"{type(module).__name__} optimizes by hand, which needs a Trainer. Leave the step out with "

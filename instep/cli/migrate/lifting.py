@@ -101,7 +101,11 @@ class _Lifting:
     def _before(
         self, statement: cst.BaseStatement, waiting: Sequence[cst.BaseStatement]
     ) -> list[cst.BaseStatement] | None:
-        """Move assignments that a call needs before all other statements, out of the `if`; None if that is not safe."""
+        """Return the statements to put before `statement`, which has a call for all ranks; None if that is not safe.
+
+        Assignments in `waiting` that `statement` needs are moved out of the `if`, and come first. All other statements
+        in `waiting` stay under the `if`.
+        """
         needed = _names(statement.test if isinstance(statement, cst.If) else statement)
         if isinstance(statement, cst.If):
             needed |= {name for part in _block(statement.body) for name in _names(part)}
@@ -170,7 +174,7 @@ def _nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def _names(node: cst.CSTNode) -> set[str]:
-    """Return the names that a node uses, except attributes, keywords and names that are called."""
+    """Return the names that a node uses, except attributes, keywords, and called functions such as `str` and `len`."""
     found: set[str] = set()
     if isinstance(node, cst.Name):
         return {node.value}

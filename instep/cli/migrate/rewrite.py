@@ -42,7 +42,7 @@ class _Rewriter(cst.CSTTransformer):
         self._new = plan.new
         self._comments = plan.comments
         self._next: dict[cst.CSTNode, cst.CSTNode] = {}  # for each statement, the next one in the same block
-        # comments and empty lines before a removed statement, by the statement after it
+        # for each statement after a removed one: the comments and empty lines that stood above the removed one
         self._before: dict[cst.CSTNode, list[cst.EmptyLine]] = {}
 
     def _visit_block(self, node: Any) -> None:

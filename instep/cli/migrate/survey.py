@@ -96,7 +96,7 @@ class Names(cst.CSTVisitor):
         self.imports: list[cst.Import | cst.ImportFrom] = []
         self.bound: dict[str, str] = {}  # for each imported name in the script, the dotted name that it stands for
         self.targets: dict[cst.CSTNode, str] = {}  # instep's dotted name for each node that uses an imported name
-        # Modules of instep to import, by the name of the old module in the script.
+        # For each old module, under its name in the script: the modules of instep to import in its place.
         self.needed: dict[str, set[str]] = defaultdict(set)
         self.kept: set[str] = set()  # names of old modules that the script still uses
         self.leftovers: dict[str, list[cst.CSTNode]] = defaultdict(list)
@@ -285,7 +285,8 @@ class Names(cst.CSTVisitor):
             return None
         stay: list[cst.ImportAlias] = []
         lines: list[str] = []
-        # Part of the old import for each name that instep has, by the name's module and name in instep.
+        # For each module of instep: the names to import from it. Each has the part of the old import that it replaces;
+        # None for a further name, which the new code uses.
         moved: dict[str, dict[str, cst.ImportAlias | None]] = defaultdict(dict)
         for alias in node.names:
             local = _local(alias)
@@ -317,7 +318,10 @@ class Names(cst.CSTVisitor):
         lines: list[str],
         moved: dict[str, dict[str, cst.ImportAlias | None]],
     ) -> list[Any]:
-        """Rewrite a `from` import; one over several lines keeps its layout if all its names move to the same module."""
+        """Rewrite a `from` import.
+
+        An import over several lines keeps its layout if all its names move to the same module.
+        """
         new = [leaf for parent in moved for leaf in moved[parent] if f"{parent} {leaf}" not in self.have]
         aliases = list(node.names) if not isinstance(node.names, cst.ImportStar) else []
         if node.lpar and len(moved) == 1 and len(new) == len(aliases) and all(next(iter(moved.values())).values()):
@@ -358,7 +362,7 @@ class Names(cst.CSTVisitor):
         return [old, *new] if local in self.kept else new
 
     def add_import(self, node: cst.CSTNode, target: str) -> str:
-        """Import a further name of instep beside the name at a node; return the text by which the script uses it."""
+        """Import a further name of instep beside the name at a node; return the text that the script writes for it."""
         base = _base(node) if isinstance(node, cst.Attribute) else node
         assert isinstance(base, cst.Name)
         if isinstance(node, cst.Attribute):

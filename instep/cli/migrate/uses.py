@@ -79,7 +79,10 @@ def attributes(owner: type) -> frozenset[str]:
 
 
 def has_attribute(target: str, name: str) -> bool:
-    """Return True if objects of an instep class, given by its dotted name, have an attribute of this name."""
+    """Return True if objects of the class with the dotted name `target` may have an attribute `name`.
+
+    A class that cannot be inspected may have any attribute. For `Strategy`, attributes of its subclasses count too.
+    """
     owner = load(target)
     if isinstance(owner, Unseen):
         return True
@@ -91,7 +94,7 @@ def has_attribute(target: str, name: str) -> bool:
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function or class; a subclass of dict has one that accepts all names."""
+    """Return the parameters of a function or class; for a subclass of dict, one that accepts all names."""
     if isinstance(function, type) and issubclass(function, dict):
         return inspect.signature(lambda *args, **unknown_too: None).parameters
     return inspect.signature(function).parameters
@@ -125,7 +128,8 @@ def refused(function: Any, argument: str) -> str | None:
     others = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
     if others is None:
         return f"it takes {', '.join(name for name in parameters if name != 'self') or 'no arguments'}"
-    if others != "unknown":  # the function passes `**kwargs` on to others, which may accept the argument
+    # instep's classes collect names in `**unknown` to refuse them. Other `**kwargs` are passed on, and may be accepted.
+    if others != "unknown":
         return None
     try:
         function(**{argument: None})  # instep's classes check argument names first; the error says what to do
@@ -532,7 +536,8 @@ class Uses(cst.CSTVisitor):
         values = porting.VALUES.get((key, name), {})
         new_value = values.get(value) if isinstance(value, str) else None
         added = porting.ADDED.get((key, old))
-        if added is not None and not value:  # gpus=0 and gpus=None mean that no GPU is used
+        # gpus=0 and gpus=None mean that no GPU is used: the argument keeps its old name, so that it is reported
+        if added is not None and not value:
             name = old
         between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")) if is_last else arg.comma
         if name != old or new_value is not None:

@@ -115,7 +115,7 @@ def check_config(config: Config) -> int:
 
 
 def offload_device(config: Mapping[str, Any], key: str) -> str | None:
-    """Return the device in the section `offload_optimizer` or `offload_param`; None without offloading."""
+    """Return the device in the section `key` ("offload_optimizer" or "offload_param"); None without offloading."""
     device = (config.get("zero_optimization", {}).get(key) or {}).get("device")
     return None if device in (None, "none", AUTO) else device
 
@@ -161,7 +161,7 @@ def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int,
         config: configuration that `check_config` accepted.
         kind: result of `compute_kind`.
         device_type: type of the device, such as "cuda".
-        accumulate: number of micro-batches per optimizer step, if known already.
+        accumulate: number of micro-batches per optimizer step. It may be changed in the engine later.
         elements: number of elements of all parameters, an upper limit for the size of buckets.
 
     Raises:

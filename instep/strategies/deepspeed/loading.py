@@ -1,8 +1,8 @@
-"""Import deepspeed for a type of device, and detect builds of its operators that were killed.
+"""Import deepspeed for a type of device, and detect killed builds of its operators.
 
-DeepSpeed compiles operators when they are first used, for offloading to the CPU or to NVMe and on GPUs. During a build,
-torch keeps a file `lock`, which does not say which process made it. If the process is killed, the file stays, and every
-later run would wait for it forever without a message.
+DeepSpeed compiles operators for GPUs and for offloading (to the CPU or to NVMe) when they are first used. During a
+build, torch keeps a file `lock`, which does not say which process made it. If the process is killed, the file stays,
+and every later run would wait for it forever without a message.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _forget_old_groups(groups: Any) -> None:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Ignore a warning that torch's compiler raises when DeepSpeed imports it."""
+    """Ignore the deprecation warning of `torch.jit.script`, which DeepSpeed uses."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
         yield
@@ -107,7 +107,7 @@ def check_builds(folder: Path) -> None:
 
 
 def _is_at_work(folder: Path) -> bool:
-    """Return True if a process on this machine has this folder as working directory, as a build's compiler has."""
+    """Return True if a process on this machine works in this folder, as the compiler of a build does."""
     try:
         target = folder.stat()
     except OSError:

@@ -35,9 +35,10 @@ def counts_in_ints(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer, config: Mapping[str, Any], stage: int) -> None:
-    """Raise an error for an optimizer that may not step each element of a parameter separately.
+    """Raise an error for an optimizer that is not known to step each element of a parameter separately.
 
-    ZeRO gives each process only a part of the flattened parameters, so the steps of such an optimizer would be wrong.
+    ZeRO gives each process only a part of the flattened parameters. An optimizer that needs whole parameters, such as
+    for their norms, would make wrong steps.
 
     Raises:
         SettingError: the optimizer may need whole parameters (the message names alternatives), or one of its groups has

@@ -26,10 +26,11 @@ class Partition:
         shape: shape of the whole parameter.
         begin: index of the part's first element in the flattened parameter.
         count: number of the part's elements.
-        flat: flat tensor with the float32 weights of many parameters; the optimizer's state is stored under it.
+        flat: flat tensor with the float32 weights of many parameters. This tensor is also the key in the optimizer's
+            `state`.
         offset: index of the part's first element in `flat`.
-        fetch: with offloading to a disk: function that reads an entry of the optimizer's state, given its name, or the
-            float32 weights, given None.
+        fetch: with offloading to a disk: function that takes the name of an entry of the optimizer's state and reads
+            this entry. With None instead of a name, it reads the float32 weights.
         store: with offloading to a disk: function that overwrites the float32 weights.
         at_hand: function that returns a context in which `flat` and its optimizer state are in memory; at its end they
             are written back to the disk.
@@ -77,7 +78,7 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 def cut_part(parameter: Any) -> Partition:
     """Return this rank's part of a parameter that stage 3 has sharded, in the dtype of the forward.
 
-    Without an optimizer DeepSpeed makes no float32 weights, so these are the rank's only values of the parameter.
+    Without an optimizer DeepSpeed makes no float32 weights, so this part has the rank's only values of the parameter.
     """
     size = parameter.ds_tensor.ds_numel
     begin = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
@@ -86,7 +87,7 @@ def cut_part(parameter: Any) -> Partition:
 
 
 def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Partition]:
-    """Return, by parameter, the parts whose float32 weights and optimizer state this rank holds.
+    """Return a dict from each parameter to the part of it whose float32 weights and optimizer state this rank holds.
 
     Args:
         zero: DeepSpeed's wrapper of the optimizer.
@@ -130,10 +131,10 @@ def _stage_3(zero: Any, parameter: Any) -> Partition:
 
 
 def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
-    """After instep has changed the float32 weights of stage 3, copy them to the forward's weights. Collective."""
+    """Copy the float32 weights of stage 3, which instep has changed, to the weights of the forward. Collective."""
     for p, part in parts.items():
         parameter: Any = p
-        if parameter.data.numel():  # DeepSpeed keeps small parameters gathered
+        if parameter.data.numel():  # shard the parameter again, since DeepSpeed keeps small ones gathered
             parameter.partition()
         cut = cut_part(parameter)
         cut.of(cut.flat).copy_(part.weights())

@@ -75,7 +75,8 @@ class DeepSpeedGradients(Gradients):
         self.open = False
         """Whether there are gradients that no optimizer step has used yet."""
         self._factor = 1.0  # factor for the gradients in the next step
-        self._unclipped: float | None = None  # the engine's clipping norm for steps without a call of `clip`
+        # The engine's configured limit for the norm, while `clip` has set another one for the next step.
+        self._unclipped: float | None = None
 
     def close(self) -> None:
         """Record that there are no gradients for a step."""
@@ -119,7 +120,7 @@ class DeepSpeedGradients(Gradients):
             self._factor *= factor
 
     def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
-        # With fp16, the loss scaler handles gradients that overflow.
+        # At stage 0, `tensors` has all gradients. With fp16, the loss scaler checks them for overflow.
         strategy = self.strategy
         skip = not strategy.stage or strategy._kind == "fp16"
         super().find_nonfinite([*tensors, *([] if skip else partitions.held_gradients(strategy._zero))], found)
@@ -145,7 +146,7 @@ class DeepSpeedGradients(Gradients):
         finally:
             if factor != 1.0:
                 zero.custom_loss_scaler = False
-            if self._unclipped is not None:  # restore the default norm, since the next step may not call `clip`
+            if self._unclipped is not None:  # restore the configured limit, since `clip` is not called in every step
                 zero.clip_grad, self._unclipped = self._unclipped, None
         self.step_was_skipped = not engine.was_step_applied()
         self.close()
@@ -176,9 +177,9 @@ class DeepSpeedStrategy(Strategy):
 
     The precision is that of the run. With bf16-mixed and 16-mixed (and with bf16-true and 16-true, which have the same
     effect here), weights have 16 bits, and the optimizer steps float32 copies of them. The engine clips gradients by
-    norm. The module must use automatic optimization and one optimizer; learning-rate schedulers are those that
-    `configure_optimizers` returns. An Accelerator can train one model, which must be prepared in the same call as its
-    optimizer.
+    norm. The module must use automatic optimization and one optimizer. Learning-rate schedulers come from
+    `configure_optimizers`, not from DeepSpeed's configuration. An Accelerator can train one model, which must be
+    prepared in the same call as its optimizer.
 
     Args:
         stage: ZeRO stage, 0 to 3; 2 by default.
@@ -226,7 +227,7 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         check_installed("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
         self._parts: dict[Tensor, Partition] = {}
-        # Float32 values of weights that were loaded before the engine exists, and are cast to 16 bits.
+        # Float32 values of weights that were loaded before the engine was made. The parameters have only 16 bits.
         self._exact: dict[Tensor, Tensor] = {}
         self._groups: list[list[str]] = []  # names of the parameters in each parameter group
         self._shapes: dict[str, list[int]] = {}  # whole shape of each parameter of the optimizer
@@ -479,7 +480,7 @@ class DeepSpeedStrategy(Strategy):
         return lambda *args: engine(name, *args)
 
     def _take_accumulation(self, engine: Any) -> None:
-        """Set the number of micro-batches per optimizer step in the engine, by which it chooses gradient buffers."""
+        """Set the number of micro-batches per optimizer step in the engine, whose gradient buffers depend on it."""
         steps = GradientState().num_steps
         if engine._config.gradient_accumulation_steps != steps or self._told != steps:
             check_accumulation(self.config, steps)
@@ -518,7 +519,7 @@ class DeepSpeedStrategy(Strategy):
     # ---- state: each rank holds a contiguous part of each sharded parameter's elements, in a flat tensor
 
     def _part_of(self, parameter: Tensor) -> Partition | None:
-        """Return this rank's part of a sharded parameter; None if every rank has the whole parameter."""
+        """Return this rank's part of a parameter; None if the parameter is not sharded or the rank has none of it."""
         part = self._parts.get(parameter)
         return partitions.cut_part(parameter) if part is None and is_cut(parameter) else part
 
@@ -576,7 +577,7 @@ class DeepSpeedStrategy(Strategy):
         return whole(value) if part is None else take_run(value, part.begin, part.count)
 
     def _spread_parts(self, names: Iterable[str]) -> list[tuple[str, Partition | None]]:
-        """Return the sharded weights among `names`: pairs of a name and this rank's part (or None)."""
+        """Return the sharded weights among `names`: pairs of a name and this rank's part (None if it has none)."""
         wanted, first = set(names), names_of(self.module)
         own = self.module.named_parameters(remove_duplicate=False)
         return [(name, self._part_of(p)) for name, p in own if name in wanted and self._is_spread(p, first[p])]
@@ -621,7 +622,7 @@ class DeepSpeedStrategy(Strategy):
                 part.set_weights(take_run(value, part.begin, part.count))
             if not is_cut(p):
                 return whole(value)
-            if p.data.numel():  # DeepSpeed keeps small parameters gathered
+            if p.data.numel():  # shard the parameter again, since DeepSpeed keeps small ones gathered
                 p.partition()
             cut = partitions.cut_part(p)
             run = take_run(value, cut.begin, cut.count)
@@ -703,7 +704,8 @@ class DeepSpeedStrategy(Strategy):
                 if not hasattr(first, "shape") or not tuple(first.shape):
                     state[key] = self._scalar(optimizer, key, [whole(value) for _, _, value in values])
                     continue
-                if parts[0][1].fetch is None or key not in state:  # a tensor with content on a disk must stay
+                # Never replace an existing tensor that DeepSpeed offloads to a disk; it is filled in place below.
+                if parts[0][1].fetch is None or key not in state:
                     state[key] = torch.zeros_like(flat, dtype=first.dtype, requires_grad=False)
                 for name, part, value in values:
                     if value is None or tuple(value.shape) != part.shape:

@@ -1,8 +1,9 @@
 """`Runner`: runs micro-batches through the stages of a pipeline, by `torch.distributed.pipelining`.
 
-The number of micro-batches is fixed, and all have the size of those of the first batch. torch's stages require this,
-and with sharded weights every rank must run the same number of forwards. A smaller batch is padded with copies of its
-last sample, which have no effect, because their outputs are removed before the loss.
+Every batch is divided into the same number of micro-batches, since with sharded weights every rank must run the same
+number of forwards. torch's stages require a fixed size of micro-batches, which is that of the largest batch so far. A
+smaller batch is padded with copies of its last sample. The outputs of these copies are removed before the loss, so that
+the copies have no effect.
 """
 
 from __future__ import annotations
@@ -124,9 +125,10 @@ class Runner:
         self.group, self.device, self.alone = group, device, alone
         self.first, self.last = 0 in stages, count - 1 in stages
         self._last_rank = dist.get_global_rank(group, (count - 1) % dist.get_world_size(group))
-        # For each kind of inputs, in training and in evaluation: the size of micro-batches, and torch's schedule.
+        # For each kind of inputs (see `_kind_of`), in training and in evaluation: the size of micro-batches, and the
+        # schedule of torch.
         self._schedules: dict[Any, tuple[int, Any]] = {}
-        # For each kind of inputs (see `_kind_of`): the inputs of each stage, as tensors on the meta device.
+        # For each kind of inputs: the inputs of each stage, as tensors on the meta device.
         self._outlines: dict[Any, list[tuple[Tensor, ...]]] = {}
         self._used: set[bool] = set()
         self._outputs: dict[Any, Any] = {}
@@ -200,7 +202,7 @@ class Runner:
         return hand_out(value, self._last_rank, self.group, "broadcasting the last stage's object", self.device)
 
     def tensor_from_last(self, tensor: Tensor) -> Tensor:
-        """Send a tensor from the rank of the last stage; other ranks pass a tensor to receive into. Collective."""
+        """Send a tensor from the last stage's rank to all ranks, which pass a tensor to receive into. Collective."""
         dist.broadcast(tensor, self._last_rank, self.group)
         return tensor
 
@@ -232,8 +234,9 @@ class Runner:
 
     def _make(self, inputs: tuple[Any, ...], kind: Any, size: int, trains: bool) -> Any:
         if kind not in self._outlines:
-            # If weights are sharded over pipelines, all pipelines must run their stages together to find the shapes. So
-            # this is possible only at the first batch.
+            # If several pipelines share sharded weights, each forward in `_find_outlines` gathers weights from the
+            # other pipelines, which must run the same forward at this moment. This is certain only at the first batch
+            # of training and of evaluation.
             if self._outlines and not self.alone and trains in self._used:
                 raise DataError(
                     f"batches of a pipeline whose weights are sharded must keep their shape, but for the number of "
@@ -258,7 +261,7 @@ class Runner:
                 self.count,
                 self.device,
                 input_args=outlines[index],
-                # The last stage sends its output to no other stage, so its shape does not matter.
+                # The last stage sends its output to no other stage, so any outline will do for it.
                 output_args=outlines[index + 1] if index + 1 < self.count else outlines[index],
                 group=self.group,
             )
@@ -312,7 +315,7 @@ def outline_of(tensor: Tensor) -> Tensor:
 
 
 def _kind_of(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the shapes (without the number of samples) and dtypes of inputs, as the key of a schedule for them."""
+    """Return the key of inputs for schedules and outlines: their dtypes, and shapes without the number of samples."""
     return tuple(
         (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else type(value) for value in inputs
     )

@@ -214,7 +214,7 @@ class Cut:
         self.homes: dict[str, list[int]] = {}
         """Name -> ranks of the pipeline that have the entry of the state; the first of them saves it."""
         self.first_names: dict[str, str] = {}
-        """Name -> first name of the same tensor; another name only if the tensor is shared."""
+        """Name -> first name of the same tensor. The two names differ only if the tensor is shared."""
         first: dict[int, str] = {}
         for raw, value in module.state_dict(keep_vars=True).items():
             name, is_tensor = clean_name(raw), isinstance(value, Tensor)
@@ -258,7 +258,7 @@ class Cut:
     # ---- state dicts with the names of the whole module
 
     def saved_here(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of this rank's state dict that this rank saves, under all names in the whole module."""
+        """Return the entries of this rank's state dict that this rank saves; a shared tensor under all of its names."""
         own = {clean_name(name): value for name, value in state.items()}
         by_first = {self.first_names[name]: value for name, value in own.items()}
         return {
@@ -285,7 +285,7 @@ class Cut:
         return {name: state[clean_name(name)] for name in own if clean_name(name) in state}
 
     def optimizer_saved_here(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of this rank's optimizer state that this rank saves, by names in the whole module."""
+        """Return the part of this rank's optimizer state that this rank saves, under each parameter's first name."""
 
         def saves(name: str) -> bool:
             # Rank 0 saves the state of parameters that are not in the module.
@@ -294,7 +294,7 @@ class Cut:
         return self._with_names(tree, lambda name: self.first_names.get(name, name) if saves(name) else None)
 
     def optimizer_loaded_here(self, tree: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-        """Return the part of an optimizer's whole state that this rank loads, by the names on this rank.
+        """Return the part of an optimizer's whole state that this rank loads, under the names in `own`.
 
         State under a name that is not in the module belongs to no stage; every rank loads it.
 

@@ -21,12 +21,11 @@ each optimizer step. Each rank steps its own copy, and a checkpoint holds the co
 Checkpoints contain the whole module, without stages.
 
 `MeshStrategy` is a subclass of `PipelinedStrategy`, which is the same as `FSDPStrategy` if the mesh has no dimension
-`pp`. `MeshStrategy` does the following for it:
+`pp`. Three methods of `MeshStrategy` prepare a pipeline:
 
     __init__            passes a `Pipeline` to `PipelinedStrategy`
     check_world_size    calls `Pipeline.microbatches_for`
     make_mesh           makes a mesh with a dimension "pp"
-    shard_part          shards one module: the whole module, or each `Stage` of this rank
 
 Source: Huang et al., GPipe, 2019 (arXiv:1811.06965); Narayanan et al., 2021 (arXiv:2104.04473), for 1F1B and its
 interleaved form.
@@ -92,7 +91,7 @@ class Pipeline(NamedTuple):
         return self
 
     def microbatches_for(self, ranks: int) -> int:
-        """Return the number of micro-batches for a pipeline with a number of ranks.
+        """Return the number of micro-batches per batch for a pipeline of `ranks` ranks.
 
         Raises:
             SettingError: the schedule does not support this number of micro-batches.
@@ -160,11 +159,11 @@ class PipelinedStrategy(FSDPStrategy):
         if self.pipe_size == 1:
             super().prepare_module(module)
             return
-        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # None, unless an earlier run has divided the module
+        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # set if an earlier run has divided the module
         if cut is None:
             self._cut = None
             self._check_module(module)
-            self.share_weights(module)  # copy weights before the division: ranks may have different initial values
+            self.share_weights(module)  # copy rank 0's weights, since ranks may have different initial values
             super().prepare_module(module)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):

@@ -1,8 +1,9 @@
 """Guests of the training step: features, such as the check for nan, that change the step of a run.
 
-The step is made at the start of each epoch, and again when the batch size grows. It is made of parts (`StepParts`),
-which guests may replace by other functions: first the `take` of all guests is called, then `forward_backward`, then
-`finish`. Each guest gets the parts as the guests before it have left them. A run without guests has no extra cost.
+The step is built at the start of each epoch, and again when the batch size grows. It is built from parts (`StepParts`).
+While it is built, three methods of the guests are called, in which a guest may replace parts by its own functions:
+first `take` of all guests, then `forward_backward` of all guests, then `finish` of all guests. Each guest gets the
+parts as the guests before it have left them. A run without guests has no extra cost.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class StepGuest:
         """Raise an error if the feature does not work with the settings or loaders. Called before training."""
 
     def take(self, parts: StepParts) -> None:
-        """Change the parts that `forward_backward` is then made from, such as `parts.take` and `parts.weigh`."""
+        """Change parts such as `parts.take` and `parts.weigh`, from which `parts.forward_backward` is made later."""
 
     def forward_backward(self, parts: StepParts) -> None:
         """Change `parts.forward_backward` and `parts.step_plain`."""

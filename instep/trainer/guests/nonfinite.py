@@ -1,15 +1,16 @@
 """Guard against a loss or gradient that is nan or inf: `Trainer(nonfinite="stop" | "skip" | "continue")`.
 
-In each optimizer step the losses of its window and its gradients are checked once, after the gradients were reduced and
-unscaled and before they are clipped; the ranks agree on the result on the device. There are two ways to act on it:
+In each optimizer step, the losses of its accumulation window and its gradients are checked once: after the gradients
+were reduced and unscaled, and before they are clipped. The ranks agree on the result on the device. There are two ways
+to act on the result:
 
 - The host acts at once if it can read the result without waiting (on a CPU) or must read it (optimizers without
   `found_inf`).
-- Otherwise the optimizer's own kernel leaves the update out by `found_inf`. The flag stays on the device, and with
-  "stop" it stays set, so that nothing is updated any more. The host reads all flags later: when logged values are
-  handed over, and before a validation, a save and an epoch's end.
+- Otherwise the optimizer's own kernel leaves the update out if its flag `found_inf` is set. The flag stays on the
+  device. With "stop" it stays set, so that nothing is updated any more. The host reads all flags later: when logged
+  values are handed to the loggers, and before a validation, a save and an epoch's end.
 
-With the gradient scaler of "16-mixed" the scaler checks the gradients, and only the loss is checked here.
+With precision "16-mixed" the gradient scaler checks the gradients, and this guard checks only the losses.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class NonFiniteGuard(StepGuest):
     """Feature (guest) that checks the optimizer steps of a fit for nan and inf, and acts as `Trainer(nonfinite=)` says.
 
     Args:
-        ctx: a fit with optimizers, whose settings have a policy: "stop", "skip" or "continue".
+        ctx: context of a fit that has optimizers and whose setting `nonfinite` is "stop", "skip" or "continue".
     """
 
     in_trials = False
@@ -93,7 +94,7 @@ class NonFiniteGuard(StepGuest):
         self._known: dict[int, int] = {}  # id of an optimizer -> number of its gradients when it last stepped
         self._losses: list[Tensor] = []
         self._first_batch = 0
-        # id of an optimizer -> check of its gradients, together with the gradients of the optimizers that step with it
+        # id of an optimizer -> check of this step, the same for all optimizers that step together
         self._checked: dict[int, _Check] = {}
         self._waiting: list[_Check] = []
         self._last_found = torch.zeros((), dtype=torch.float32, device=device)
@@ -106,7 +107,7 @@ class NonFiniteGuard(StepGuest):
             )
 
     def _takes_flag(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer's kernel leaves the update out where its attribute `found_inf` is 1."""
+        """Return whether the optimizer's kernel leaves the update out if the optimizer's attribute `found_inf` is 1."""
         return (
             getattr(optimizer, "_step_supports_amp_scaling", False)
             and self._scaler is None
@@ -139,7 +140,9 @@ class NonFiniteGuard(StepGuest):
         self._losses.append(loss.detach().clone())
 
     def check_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check complete gradients, before they are clipped; without this call `optimizer_step` checks them itself.
+        """Check the gradients of a window when they are complete, before they are clipped.
+
+        For an optimizer that is not checked here, `optimizer_step` checks the gradients itself.
 
         Args:
             optimizers: optimizers that step together. If the gradients of one are not finite, none of them steps.
@@ -265,7 +268,7 @@ class NonFiniteGuard(StepGuest):
     def settle(self) -> None:
         """Read the flags that are still on the device, and report bad steps. Collective.
 
-        If the host checks each step at once, no flags are left to read.
+        There is nothing to do if the host has checked each step at once.
 
         Raises:
             NonFiniteError: the policy is "stop", and a step since the last call was not finite.
@@ -335,12 +338,12 @@ def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def host_may_wait(device: torch.device) -> bool:
-    """Return True if the host can read a value from this device without waiting."""
+    """Return True if the host may read each result at once: reading from this device does not delay anything."""
     return device.type == "cpu"
 
 
 def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Compute the norm of each tensor. A norm is not finite if a value of the tensor is not, or nearly overflows."""
+    """Compute the norm of each tensor. It is not finite if a value is not finite, or if the norm itself overflows."""
     if not tensors:
         return None
     # Take only this rank's shard of a sharded tensor, since the reports of all ranks are gathered later.

@@ -28,7 +28,7 @@ class OneGraph(StepGuest):
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
-        # texts of earlier warnings, which would be repeated in each epoch, since each epoch makes its step anew
+        # texts of the warnings given so far; each epoch makes its step anew, and would give them again
         self._warned: set[str] = set()
         self.captured: cuda_graphs.CapturedStep | None = None
         self._compiled: Callable[..., Any] | None = None
@@ -77,7 +77,8 @@ class OneGraph(StepGuest):
     def _recorded(self, parts: StepParts, recorder: cuda_graphs.Recorder) -> Step:
         """Make the function that replays forward, loss and backward of one batch as a CUDA graph.
 
-        The first `full_batches` batches of an epoch use the graph, and the later ones run without it.
+        The first `full_batches` batches of an epoch use the graph. The later ones run without it, since their losses
+        may have other weights.
         """
         ctx, log, buffer, train = self.ctx, self.ctx.log, self.ctx.log.buffer, parts.forward_backward
         if self.captured is None:
@@ -117,7 +118,8 @@ class OneGraph(StepGuest):
 
         def train_compiled(batch: Any, batch_idx: int) -> Any:
             weight = weigh(batch_idx)
-            # nan times a weight of 0 is nan, and only the step without the graph keeps it out of the gradients
+            # For a weight of 0 use the step without the graph: only that step keeps a nan loss out of the gradients
+            # (0 times nan is nan).
             if not weight:
                 return train(batch, batch_idx)
             if ctx.counts.in_window == 0:

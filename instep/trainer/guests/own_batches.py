@@ -16,7 +16,7 @@ from instep.trainer.log import MetricLog
 
 
 class _EndOfBatches(Exception):
-    """Exception for a training step that ran out of batches before its end. Such a step does not count."""
+    """Exception for a step that asked for a batch when none was left. Such a step does not count."""
 
 
 class StepIterator(Iterator[tuple[Any, int, int]]):
@@ -24,9 +24,9 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
 
     `next` returns (batch, batch_idx, dataloader_idx); the batch is on the device and has passed the transfer hooks. The
     iterator ends when the epoch, or in evaluation the loader, has no batch left. A step takes one batch or more. A
-    batch that a step keeps for the next step is lost in a resume. If a step runs out of batches before its end, its
-    StopIteration ends the epoch, and the batches that it had taken train nothing. All ranks take the same number of
-    batches.
+    batch that a step keeps for the next step is lost in a resume. If a step asks for a batch when none is left, it gets
+    StopIteration, which ends the epoch; the batches that this step had taken are not trained on. All ranks take the
+    same number of batches.
 
     Args:
         batches: batches of `source`, on the device.
@@ -122,9 +122,9 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
         return output
 
     def weight(self) -> float:
-        """Return the factor of this rank's mean loss, which makes the mean over ranks a mean over samples.
+        """Return the factor for this rank's mean loss. With it, the mean over ranks is the mean over all samples.
 
-        It is 1 if all ranks have the same number of samples in the step, or if the number is unknown.
+        The factor is 1 if all ranks have the same number of samples in the step, or if the number is unknown.
         """
         units = [share.units for share in self._shares if share.units is not None]
         everyone = sum(pair[1] for pair in units)
@@ -156,7 +156,10 @@ class OwnBatches(StepGuest):
         return True
 
     def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
-        """Return an iterator that yields None for each step, as long as batches are left."""
+        """Return an iterator that yields None for each step as long as batches are left.
+
+        If the step method `name` does not take its batches itself, return `batches` unchanged.
+        """
         self.ended = False
         if not self._takes(name):
             return batches

@@ -33,7 +33,7 @@ _ALL_ARRIVE_S = 60.0
 
 
 def silence(trainer: Trainer) -> None:
-    """Remove from the Trainer the callbacks that save or draw on the terminal, and let it save nothing."""
+    """Remove the Trainer's callbacks that save or draw on the terminal, and make its `save_checkpoint` save nothing."""
     trainer.callbacks = _silenced(trainer.callbacks)
     trainer.save_checkpoint = lambda filepath, *_, **__: Path(filepath)  # type: ignore[method-assign]
 
@@ -72,8 +72,8 @@ class _Silenced(Callback):
 def _silenced(callbacks: Iterable[Callback]) -> list[Callback]:
     from instep import callbacks as room  # imported late: only a replay needs it
 
-    # A replay does not take as long as the first run, so it has no use for Timer. LearningRateMonitor requires a
-    # logger, and a replay has none.
+    # Timer is left out since it limits the time of the first run, which takes longer than a replay.
+    # LearningRateMonitor is left out since it requires a logger, and a replay has none.
     left_out = (room.ProgressBar, room.ModelSummary, room.LearningRateMonitor, room.Timer)
     return [
         # Each stand-in gets its own class, since callbacks of configure_callbacks replace others of the same class.
@@ -106,7 +106,7 @@ class _Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         path = self._output / f"rank-{trainer.global_rank}.jsonl"
-        self._file = open(path, "w", buffering=1)  # noqa: SIM115  closed at the end; lines are there at once
+        self._file = open(path, "w", buffering=1)  # noqa: SIM115  closed at the end; each line is written at once
         self._step = trainer.global_step
         self._batches: list[dict[str, Any]] = []
         self._norms: list[float] = []

@@ -1,4 +1,4 @@
-"""Trials: steps of a run that leave no trace, with which callbacks search for a learning rate or a batch size.
+"""Trials: steps of a run that leave no trace. Callbacks use them to search for a learning rate or a batch size.
 
 `snapshot.py` captures what steps change and restores it; `trial.py` runs the steps.
 """

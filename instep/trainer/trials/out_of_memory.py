@@ -31,7 +31,8 @@ def out_of_memory(function: Callable[[], Any], doing: str) -> str:
     """Call a function, and return whether memory ran out on any rank. Collective.
 
     Args:
-        function: function that runs steps. If it raises an error on any rank, the other ranks leave it too.
+        function: function that runs steps. If it raises an error on one rank, the other ranks leave it at their next
+            collective.
         doing: description of the function, for errors on the other ranks.
 
     Returns:
@@ -67,7 +68,7 @@ def out_of_memory(function: Callable[[], Any], doing: str) -> str:
 
 
 class _LeftElsewhere(Exception):
-    """Exception that leaves the running steps at a collective of this rank, since they failed on another rank."""
+    """Exception that ends this rank's steps at their next collective, because another rank's steps have failed."""
 
 
 class _Turnstile(TorchDispatchMode):

@@ -397,7 +397,7 @@ class Trial:
 
 
 def _samples(source: Any) -> int | None:
-    """Return the number of samples in a source's data; for several sources together, the largest number."""
+    """Return the number of samples in a source's data; for a source of several sources, their largest number."""
     parts = getattr(source, "flattened", None)
     if parts is not None:
         sizes = [size for size in map(_samples, parts) if size is not None]
