@@ -123,15 +123,14 @@ def load_checkpoint_in_model(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    whole = device_map is None and not builds_empty()
-    _check_flags(offload_8bit_bnb, full_state_dict, broadcast_from_rank0 and not whole)
+    later = device_map is None and builds_empty()
+    _check_flags(offload_8bit_bnb, full_state_dict, broadcast_from_rank0 and (later or device_map is not None))
     if device_map is not None:
         check_device_map(model, device_map)
     kind = None if dtype is None else as_dtype(dtype)
     if kind is not None and not kind.is_floating_point:
         raise wrong("dtype", dtype, "a floating-point dtype; load_and_quantize_model makes weights of integers")
     source = _open_on_rank_zero(checkpoint) if broadcast_from_rank0 else open_checkpoint(checkpoint)
-    later = device_map is None and builds_empty()
     weights = _match(model, source, strict, later)
     for weight in weights:
         weight.dtype = _wanted_dtype(weight, kind, keep_in_fp32_modules or ())
@@ -420,7 +419,7 @@ def _match(model: nn.Module, source: Source, strict: bool, later: bool) -> list[
         model: the model.
         source: the checkpoint's weights.
         strict: as for `load_checkpoint_in_model`.
-        later: has no effect.
+        later: whether weights without a value may get one later, from the strategy that places the model.
     """
     groups: dict[int, tuple[Tensor, list[str]]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -450,14 +449,15 @@ def _match(model: nn.Module, source: Source, strict: bool, later: bool) -> list[
         raise CheckpointError(f"{what}{_some(wrong, '; ')}.{advice}", path=source.path)
     if not found or (strict and text):
         raise CheckpointError(f"{what}{text or 'it holds no weights'}.{advice}", path=source.path)
-    if empty:
-        tie = " If these are tied to others, call the model's tie_weights() first." * hasattr(model, "tie_weights")
+    tied = bool(empty) and hasattr(model, "tie_weights")
+    tie = " If these are tied to others, call the model's tie_weights() first." * tied
+    if empty and not later:
         raise CheckpointError(
             f"{what}it lacks {_some(empty)}, which the model has on the meta device, without values.{advice}{tie}",
             path=source.path,
         )
     if text:
-        warn_user(f"{source.path} does not fit {type(model).__name__} wholly: {text}. The rest was loaded.")
+        warn_user(f"{source.path} does not fit {type(model).__name__} wholly: {text}. The rest was loaded.{tie}")
     return found
 
 

@@ -4,11 +4,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from instep.big_models import init_empty_weights, load_checkpoint_in_model
+from instep.errors import CheckpointError, SettingError
 from instep.strategies.materialize import await_weights, builds_empty, deferred_weights, materialize_module
 
 
@@ -70,3 +72,25 @@ def test_what_a_checkpoint_of_the_run_brings_is_not_read(tmp_path: Path) -> None
     materialize_module(model, torch.device("cpu"))
     assert torch.equal(model.norm.bias, state["norm.bias"])
     assert model.norm.weight.tolist() != [7.0, 7.0]
+
+
+def test_what_a_checkpoint_lacks_is_initialized_or_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"0.weight": torch.eye(2), "0.bias": torch.ones(2), "1.weight": torch.full((2,), 3.0)}, file)
+
+    def built(own: bool) -> Any:
+        with init_empty_weights():
+            model: Any = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+            if own:
+                model.scale = nn.Parameter(torch.ones(2))  # no reset_parameters sets it
+            with pytest.warns(UserWarning, match=r"lacks .*1\.bias"):
+                load_checkpoint_in_model(model, file)
+        return model
+
+    model = built(own=False)
+    materialize_module(model, torch.device("cpu"))
+    assert [value.tolist() for value in model.parameters()] == [[[1, 0], [0, 1]], [1, 1], [3, 3], [0, 0]]
+    with pytest.raises(SettingError, match="without values: scale"):
+        materialize_module(built(own=True), torch.device("cpu"))
+    with init_empty_weights(), pytest.raises(CheckpointError, match=r"lacks .*1\.bias"):
+        load_checkpoint_in_model(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), file, strict=True)
