@@ -185,7 +185,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def _open(self, trainer: Trainer, module: TrainModule) -> None:
         self._stopping = threading.Event()
         self._speeds, self._loop, self._epoch_done = {}, (), None
-        self._curve, self._best = None, _best_so_far(trainer)
+        self._curve, self._best = None, Best(_modes(trainer))
         self._loop_start_s = self._train_start_s = time.monotonic()
         self._started = (self._loop_start_s, _part_done(trainer) or 0.0)
         self._screen = open_screen(self._console_options)
@@ -290,6 +290,9 @@ class LiveProgressBar(ProgressBar, default=True):
 
     def _note_best(self, trainer: Trainer, module: TrainModule) -> None:
         self._best.update(self.get_metrics(trainer, module))
+        for callback in trainer.callbacks:
+            if (score := getattr(callback, "best_model_score", None)) is not None:  # also from before a resume
+                self._best.update(showable({str(getattr(callback, "monitor", "")): score}))
 
     def _speed(self, stage: str) -> Speed:
         return self._speeds.setdefault(stage, Speed())
@@ -303,9 +306,8 @@ class LiveProgressBar(ProgressBar, default=True):
 
     def _close_epoch(self, trainer: Trainer, module: TrainModule) -> None:
         line, self._epoch_done = self._epoch_done, None
-        screen = self._screen
-        if line is not None and screen is not None:
-            self._guard(self._print_epoch, trainer, module, line, screen)
+        if line is not None and self._screen is not None:
+            self._guard(self._print_epoch, trainer, module, line, self._screen)
 
     def _print_epoch(self, trainer: Trainer, module: TrainModule, line: Line, screen: Lines) -> None:
         metrics = metric_text(self.get_metrics(trainer, module), self._best.values)
@@ -315,20 +317,10 @@ class LiveProgressBar(ProgressBar, default=True):
         screen.print("  ".join(filter(None, [line.title, batches, line.note, metrics])))
 
 
-def _best_so_far(trainer: Trainer) -> Best:
-    """Return a `Best` for the metrics that a ModelCheckpoint or EarlyStopping monitors.
-
-    It begins with the best scores of the ModelCheckpoints, which in a resumed run come from before the resume.
-    """
-    modes, scores = {}, {}
-    for callback in trainer.callbacks:
-        name, mode = getattr(callback, "monitor", None), getattr(callback, "mode", None)
-        if name is not None and mode in ("min", "max"):
-            modes[name] = mode
-            scores.setdefault(name, getattr(callback, "best_model_score", None))
-    best = Best(modes)
-    best.update(showable(scores))
-    return best
+def _modes(trainer: Trainer) -> dict[str, str]:
+    """Return "min" or "max" for each metric that a ModelCheckpoint or EarlyStopping monitors."""
+    found = ((getattr(callback, "monitor", None), getattr(callback, "mode", None)) for callback in trainer.callbacks)
+    return {name: mode for name, mode in found if name is not None and mode in ("min", "max")}
 
 
 def _part_done(trainer: Trainer) -> float | None:

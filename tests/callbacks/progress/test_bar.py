@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from instep import Trainer
-from instep.callbacks import Callback, LiveProgressBar, ModelCheckpoint
+from instep.callbacks import Callback, EarlyStopping, LiveProgressBar, ModelCheckpoint
 from instep.callbacks.progress import bar as module
 from instep.callbacks.progress import screen
 from instep.callbacks.progress.view import Line, View
@@ -479,18 +479,25 @@ def test_the_bar_shows_samples_per_second_mfu_and_the_best_values(monkeypatch, t
 
     views: list[Any] = []
     data = torch.utils.data.DataLoader(Plain(8), batch_size=4)
-    trainer = Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        callbacks=[Watched(), Monitor(), ModelCheckpoint(monitor="quality", mode="max")],
-        default_root_dir=tmp_path,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(Rated(), data, data)
+
+    def fit(epochs, **resume):
+        trainer = Trainer(
+            max_epochs=epochs,
+            accelerator="cpu",
+            logger=False,
+            callbacks=[Watched(), Monitor(), *(kind(monitor="quality", mode="max") for kind in both)],
+            default_root_dir=tmp_path,
+            num_sanity_val_steps=0,
+        )
+        trainer.fit(Rated(), data, data, **resume)
+
+    both = EarlyStopping, ModelCheckpoint
+    fit(2)
     last = views[-1]
     assert last.best["quality"] == 0.5
     assert last.curve.points
     assert {"40.0 samples/s", "81.2k tokens/s", "MFU 34.1%"} <= set(last.facts)
     assert any(fact.startswith("ETA 0:") for fact in views[0].facts)
     assert "quality: 0.4" in pipe.getvalue()
+    fit(3, ckpt_path="auto")
+    assert views[-1].best["quality"] == 0.5, "the best of a resumed run is from before the resume"
