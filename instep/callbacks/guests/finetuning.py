@@ -198,7 +198,7 @@ class BaseFinetuning(Callback):
     # ---- the run
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if not trainer.strategy.takes_new_groups:
+        if stage == "fit" and not trainer.strategy.takes_new_groups:
             strategy = type(trainer.strategy).__name__.removesuffix("Strategy")
             raise SettingError(
                 f"{type(self).__name__} does not support running with the {strategy} strategy, whose engine takes no "

@@ -172,6 +172,14 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         BackboneFinetuning(-1)
     with pytest.raises(SettingError, match="lambda_func=2: expected a function"):
         BackboneFinetuning(lambda_func=2)  # type: ignore[arg-type]
+
+    class Engine(DDPStrategy):
+        takes_new_groups = False
+
+    trainer = quiet(max_epochs=1, strategy=Engine(), callbacks=[ByLayer()])
+    trainer.validate(Tuned(), loader(24, 4))
+    with pytest.raises(SettingError, match="does not support running with the Engine strategy"):
+        trainer.fit(Tuned(), loader(24, 4))
     run(tmp_path, ByLayer(), "none", StopAt(14))
 
     class Renamed(ByLayer):
