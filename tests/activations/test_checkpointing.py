@@ -297,7 +297,10 @@ def fake_peak(words: list[str] | None) -> int:
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
-@pytest.mark.parametrize("words", [None, [], ["every=2"], ["Block", "save=ops"]])
+@pytest.mark.parametrize(
+    "words",
+    [None, *(pytest.param(words, marks=pytest.mark.campaign) for words in ([], ["every=2"])), ["Block", "save=ops"]],
+)
 def test_the_estimate_counts_what_is_kept(words: list[str] | None) -> None:
     def batch() -> Any:
         return torch.empty(2048, 64), torch.zeros(2048, dtype=torch.int64)

@@ -272,7 +272,10 @@ def leave_running(how: str) -> None:
         raise ValueError("on purpose")
 
 
-@pytest.mark.parametrize("how", ["the end of the script", "an error", "a process of multiprocessing"])
+@pytest.mark.parametrize(
+    "how",
+    ["the end of the script", pytest.param("an error", marks=pytest.mark.campaign), "a process of multiprocessing"],
+)
 def test_a_program_ends_though_a_pass_is_held(how: str) -> None:
     script = f"from tests.data.test_workers import leave_running; leave_running({how!r})"
     done = run_command([sys.executable, "-c", script], cwd=REPO, env={"PYTHONPATH": str(REPO)})

@@ -112,7 +112,7 @@ fit(Path(sys.argv[1]), sends, callbacks=[sends, saver], enable_checkpointing=Tru
 """
 
 
-@pytest.mark.parametrize("every", [1, 9])
+@pytest.mark.parametrize("every", [1, pytest.param(9, marks=pytest.mark.campaign)])
 def test_a_second_signal_that_ends_the_process_is_told_and_written_down(every: int, tmp_path: Path):
     command = [sys.executable, "-c", TWICE, str(tmp_path), str(every)]
     done = run_command(command, cwd=Path(__file__).parents[2])

@@ -117,7 +117,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [pytest.param(1), pytest.param(2, marks=pytest.mark.dist)])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=[pytest.mark.dist, pytest.mark.campaign])])
 def test_digits_learns(uninterrupted: Callable[[str, int], tuple[Path, str]], devices: int) -> None:
     _, said = uninterrupted("digits.py", devices)
     assert number(r"test accuracy ([\d.]+)%", said) >= 97.0

@@ -387,7 +387,7 @@ def _heard() -> Iterator[None]:
 @pytest.mark.usefixtures("_heard")
 @pytest.mark.parametrize(
     ("sent", "passed_on"),
-    [("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")],
+    [("SIGINT", "SIGINT"), pytest.param("SIGUSR1", "SIGUSR1", marks=pytest.mark.campaign), ("SIGHUP", "SIGTERM")],
 )
 def test_a_signal_reaches_each_rank_once_and_nothing_below_it(tmp_path: Path, sent: str, passed_on: str) -> None:
     number = getattr(signal, passed_on).value

@@ -59,7 +59,8 @@ print("all are here:", gather_object({"rank": rank}), flush=True)
 PLACES = ("one", "static", "c10d")
 ATTACKS = ("join as torch", "join as instep", "agents")
 EVERY = [(place, attack) for place in PLACES for attack in ATTACKS]
-CHOSEN = EVERY if os.environ.get("INSTEP_STRANGERS_EVERY") else [EVERY[0], EVERY[4], EVERY[8]]
+FURTHER = pytest.param(*EVERY[4], marks=pytest.mark.campaign)
+CHOSEN = EVERY if os.environ.get("INSTEP_STRANGERS_EVERY") else [EVERY[0], FURTHER, EVERY[8]]
 
 
 class Evil:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import instep.loggers
 from instep.errors import LogError
 from instep.loggers import Logger
+from tests.helpers.warm import warm_python
 
 
 class Recorder(Logger):
@@ -155,7 +155,7 @@ logger = Own("runs", version="first")
 logger.log_metrics({{"loss": 0.5}}, step=1)
 {ending}
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, text=True, capture_output=True, timeout=120)
+    done = subprocess.run([warm_python(), "-c", program], cwd=tmp_path, text=True, capture_output=True, timeout=120)
     assert done.returncode == 3 * bool(ending), done.stderr
     own = ["own success logger open: True"]
     again = not calls_super and "finalize" in ending  # it was left open: the end closes it

@@ -99,7 +99,7 @@ def read(sources: list[BatchSource], epoch: int = 0, steps: int | None = None) -
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, None])
-@pytest.mark.parametrize("workers", [0, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_ranks_and_workers_share_the_order_of_one_process(workers: int, size: int | None) -> None:
     for ranks in (1, 3):
         for stage in ("train", "val"):

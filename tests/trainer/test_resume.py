@@ -209,7 +209,10 @@ def check_on_ranks(root: Path, cases: list[tuple[Case, list[list[int]]]]) -> Non
     [
         [(Case(), [[2], [1, 4]]), (Case(accumulate=2, schedule="epoch"), [[2], [1, 3]])],
         [(Case(workers=2, epochs=2), [[1]]), (Case(validate=0.5, monitor=True, every_n_train_steps=None), [[1], [3]])],
-        [(Case(data="combined"), [[1], [4]]), (Case(data="torchdata"), [[1]]), (Case(data="stateful"), [[1], [3]])],
+        pytest.param(
+            [(Case(data="combined"), [[1], [4]]), (Case(data="torchdata"), [[1]]), (Case(data="stateful"), [[1], [3]])],
+            marks=pytest.mark.campaign,
+        ),
     ],
     ids=["map", "workers-and-fractions", "own-states"],
 )
