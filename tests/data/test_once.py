@@ -138,12 +138,13 @@ REAL = {
     "other workers": [(Way(ranks=1, workers=2), 7), (Way(ranks=1, workers=0, batch_size=5), None)],
     "twice": [(Way(ranks=2, accumulate=1), 3), (Way(ranks=1, batch_size=3), 8), (Way(ranks=2, background=True), None)],
 }
+FURTHER = ("fewer ranks", "other windows")  # cases of `make test-all`
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.campaign) if n in FURTHER else n for n in REAL])
 @pytest.mark.filterwarnings("ignore:.*was saved in the middle of an epoch")
 def test_each_sample_once_in_real_runs_that_are_killed(name: str, tmp_path: Path) -> None:
     for way, step in REAL[name]:

@@ -65,7 +65,7 @@ def test_a_stopped_rank_is_named_and_the_job_starts_again(
     assert found_s > TIMEOUT_S / 2
 
 
-@pytest.mark.parametrize("how", ["in Python", "in C"])
+@pytest.mark.parametrize("how", [pytest.param("in Python", marks=pytest.mark.campaign), "in C"])
 def test_a_rank_that_hangs_in_code_shows_where(server: JobServer, tmp_path: Path, how: str) -> None:
     log = tmp_path / "log"
     job = server.start(train, tmp_path, how, TIMEOUT_S, nproc=2, log=log)

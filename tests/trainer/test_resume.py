@@ -85,11 +85,16 @@ CASES = {
     "compiled": (Case(compiled="module", torchmetrics=True), ([2],)),
     "compiled-part": (Case(compiled="part"), ([2],)),
 }
+FURTHER = (  # whose parts other cases have
+    *("windows-per-epoch-schedule", "saved-by-steps-windows", "global-batch", "stateful-stream-windows", "restarts"),
+    *("scaler", "combined-windows", "callbacks-saved-by-steps", "every-step-logged", "plateau-per-step"),
+    "compiled-part",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")  # torch 2.9's own
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.campaign) if n in FURTHER else n for n in CASES])
 def test_the_whole_state_is_the_same(name: str, tmp_path: Path) -> None:
     case, stops = CASES[name]
     check(case, tmp_path, stops)
