@@ -18,7 +18,7 @@ _RUN_KEYS = re.compile(r"^(model|data|trainer|ckpt_path|seed_everything):", re.M
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that every user needs, for the short help; jsonargparse adds the rest."""
-    parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file; of several, later ones count more")
+    parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file; later files and options count more")
     parser.add_argument("--module", metavar="PKG:CLASS", help="the TrainModule; --model PKG.CLASS is the same")
     parser.add_argument("--model.ARG", metavar="VALUE", help="an argument of it")
     parser.add_argument("--data", metavar="PKG:CLASS", help="the DataModule; --data.ARG is an argument of it")
@@ -43,9 +43,9 @@ class _Command:
 class Fit(_Command):
     """Train a module with data as a configuration and the command line say.
 
-    A setting comes from the first of these sources that has it: the command line, --config files (the last one first),
-    variables such as INSTEP_FIT__TRAINER__MAX_EPOCHS, defaults. All settings are saved as config.yaml in the run
-    folder. Callbacks, loggers, strategies, optimizers and schedulers are named by their class.
+    A setting comes from the first of these sources that has it: the command line (the last option or --config file with
+    this setting), variables such as INSTEP_FIT__TRAINER__MAX_EPOCHS, defaults. All settings are saved as config.yaml in
+    the run folder. Callbacks, loggers, strategies, optimizers and schedulers are named by their class.
     `instep fit --module PKG:CLASS --help` lists everything for that module, and --trainer.callbacks.help CLASS the
     arguments of one class.
 
