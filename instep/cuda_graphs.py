@@ -1,8 +1,8 @@
 """`CapturedStep` and `CapturedOptimizer`: record the kernels of a training step once as CUDA graphs, and replay them.
 
-`Trainer(cuda_graphs=True)` uses this module. A replay launches all kernels of forward, loss and backward at once, and
-another replay those of the optimizer's step. So a step of many small kernels does not wait for the CPU. The Python code
-of the step runs only while it is recorded. A step that a replay cannot repeat exactly runs the normal way, and the
+`Trainer(cuda_graphs=True)` uses this module. A replay launches all kernels of forward, loss and backward by one call,
+and another replay those of the optimizer's step. So a step of many small kernels does not wait for the CPU. The Python
+code of the step runs only while it is recorded. A step that a replay cannot repeat exactly runs the normal way, and the
 reason is logged.
 """
 

@@ -906,7 +906,7 @@ class Accelerator(ProcessMethods):
             One None for each object.
         """
         self._prepared.end()
-        if self._states.pending is None:  # a save that is still running must keep the lease of its folder
+        if self._states.pending is None:  # no save is running, which would still need the lease of its folder
             self._states.release()
         clear_device_cache(garbage_collection=True)
         return (None,) * len(objects)

@@ -165,7 +165,7 @@ class PreparedRun:
         items += [(name, item, None) for name, item in named.items()]
         self._given = [getattr(item, "optimizer", item) for _, item, _ in items if isinstance(item, Optimizer)]
         done: dict[int, Any] = {}
-        # Models are prepared first, since their preparation names and moves parameters. Schedulers are prepared last,
+        # Prepare models first, since this may move or replace the parameters of optimizers. Prepare schedulers last,
         # since they need the prepared optimizers.
         for phase in (self._prepare_model_item, self._prepare_middle_item, self._prepare_scheduler_item):
             for index, (name, item, place) in enumerate(items):

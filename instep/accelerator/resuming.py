@@ -20,7 +20,7 @@ script skipped for another reason is left out, and a pass in which no batch is u
 epoch.
 
 A script that holds several batches at its first use of a batch either reads ahead, or takes all batches of an
-accumulation window at once. Its calls of `accelerator.backward` show which batches are done. Without these calls, all
+accumulation window together. Its calls of `accelerator.backward` show which batches are done. Without these calls, all
 batches that it was given count as done, unless the script is always ahead by the same number.
 """
 
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 _END = object()
 _CONTAINERS = (tuple, list, dict, zip)
-_DEPTH = 4  # levels of references to follow: from a tensor to its batch, to the tuple of a `zip`, to the `zip` itself
+# Levels of references from a tensor in a nested batch to a `zip`: part of the batch, batch, tuple of the `zip`, `zip`.
+_DEPTH = 4
 _ADVICE = (
     "Leave the place to load_state, and take the script's own skipping out; or skip with "
     "accelerator.skip_first_batches(loader, n), which counts from the epoch's beginning"
@@ -307,7 +308,7 @@ class Opening:
             return False
         self._asked += 1
         # The second request after the first use shows the kind of the script. A script that reads ahead has used a
-        # batch since the request before. A script that takes several batches at once has not.
+        # batch since the request before. A script that takes several batches together has not.
         if self._asked == 2 and self.held > 1:
             self.always_ahead = self._has_used and not _is_alive(self._given[0])
         if not self._has_used:

@@ -394,7 +394,9 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
     for hook in states.load_hooks:
         hook(left, saved.path)
     kept = {name: model for name, model in models.items() if any(model is other for other in left)}
-    if kept or not models:  # if the hooks have removed all models from the list, they have loaded these models
+    # The hooks remove a model from the list `left` if they load it themselves. Load the models that they have kept.
+    # Without prepared models, this only checks that the checkpoint has none.
+    if kept or not models:
         _restore_models(states, kept, saved, parts.strict is not False, report)
     if parts.optimizer or parts.schedulers:
         _restore_optimizers_and_schedulers(states, saved, parts, report)
@@ -452,7 +454,7 @@ def _restore_models(
         try:
             load_model_state(strategy.load_model_state, strategy.model_shapes(), state, strict, report, prefix)
         except RuntimeError as error:
-            # join the text to one line, since most tools show only the first line of an error
+            # join the message to one line, since most tools show only the first line of an error
             wrong = " ".join(str(error).split()).rstrip(".")
             raise CheckpointError(
                 f"the weights of {saved.path} do not fit {name}: {wrong}. Prepare the model that was saved, or load "

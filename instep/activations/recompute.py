@@ -141,7 +141,7 @@ def _forward(
     if not torch.compiler.is_compiling():
         norms = [each for each in part.modules() if isinstance(each, _NormBase) and each.track_running_stats]
         powers = list(_powers_of(part))
-        # compiled code needs none of this, since its second forward changes no buffer
+        # Without compilation, the second forward would change buffers again; these contexts prevent this.
         if norms or powers:
             context_fn = partial(_contexts, norms, powers, context_fn or noop_context_fn)
     elif context_fn is None and any(hasattr(parameter, "device_mesh") for parameter in part.parameters()):

@@ -117,7 +117,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         device_map: devices by name of a module, parameter or buffer; "" is the whole model.
 
     Raises:
-        SettingError: parameters or buffers have no device; the text has their names.
+        SettingError: parameters or buffers have no device; the message has their names.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

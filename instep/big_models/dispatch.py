@@ -214,7 +214,7 @@ def _weights_of(
     index: Mapping[str, Mapping[str, str]] | None,
     offload_buffers: bool,
 ) -> WeightsMap:
-    """Find the values of all offloaded weights; write weights for the disk that are in no file yet."""
+    """Return the values of all offloaded weights; write those that belong on the disk and are in no file yet."""
     loaded = offloaded_weights(model) or {}
     indexed = {} if index is None else _indexed(index)
     tensors = dict(model.named_parameters(remove_duplicate=False))

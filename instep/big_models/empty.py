@@ -25,8 +25,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     `load_checkpoint_and_dispatch`, or by `module.to_empty(device=...)` and an initialization of your own.
 
     Args:
-        include_buffers: whether buffers have no values either. By default buffers are kept, because buffers that are
-            computed when the module is built, such as a table of positions, are often in no checkpoint.
+        include_buffers: True: buffers are built without values too. By default buffers have their values, because a
+            buffer that is computed when the module is built, such as a table of positions, is often in no checkpoint.
 
     Example:
         >>> with init_empty_weights():
@@ -50,9 +50,9 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
     Args:
         device: device of the parameters.
-        include_buffers: whether buffers, and all other tensors that are made in the block, are on the device too.
-            Tensors are then made on the device, as in torch's own `with torch.device(...)`; otherwise a parameter is
-            made where its module makes it, and is moved.
+        include_buffers: True: all tensors of the block, buffers too, are made on the device, as in torch's own
+            `with torch.device(...)`. By default, only parameters are on the device: each is moved after its module has
+            made it.
 
     Raises:
         SettingError: torch has no such device.

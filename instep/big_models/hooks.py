@@ -646,10 +646,12 @@ def attach_align_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: MutableMapping[Any, Any] | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each module that has weights of its own.
+    """Add an `AlignDevicesHook` to a module and its submodules, if they have parameters or buffers of their own.
+
+    With `offload`, a module whose forward reads weights of its submodules gets one hook for all these weights.
 
     Args:
-        module: the module; it and its submodules get hooks.
+        module: the module.
         execution_device: as for the hook.
         offload: as for the hook.
         weights_map: weights by full name; None: the module's current weights, kept in main memory.
@@ -711,7 +713,7 @@ def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevice
 
 
 def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
-    """Return whether a module reads weights of submodules without calling them; it then needs all weights at once."""
+    """Return whether a module reads weights of submodules without calling them, so that it needs all of them loaded."""
     return type(module).__name__ in classes or isinstance(module, _READ_WITHIN)
 
 

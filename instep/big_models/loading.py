@@ -370,7 +370,7 @@ def _main_file(folder: Path) -> Path:
 
 def _checked(path: Path) -> Path:
     """Return a file after checking that it, and each file it names, lies in its folder or in the hub's cache."""
-    if isinstance(path, Path):  # an object store has no links
+    if isinstance(path, Path):  # a local file may be a link; an object store has no links
         for each in (path, *_of_index(path)):
             owned(each)
     return path

@@ -419,7 +419,8 @@ class _Cut:
         for node, stage in list(stage_of.items()):
             later = [user for user in node.users if stage_of.get(user, stage) > stage]
             value = node.meta.get("val")
-            # A stage gets its inputs from earlier stages, as contiguous tensors, and not from the caller.
+            # A stage gets contiguous tensors, and only from earlier stages. So copy a value that a later stage uses, if
+            # the caller gives it or if it is not contiguous.
             if later and (node.op == "placeholder" or not (isinstance(value, Tensor) and value.is_contiguous())):
                 with graph.inserting_before(order[0] if node.op == "placeholder" else node.next):
                     copied = _copy(graph, node, order[0] if node.op == "placeholder" else node)

@@ -1,4 +1,4 @@
-"""Placeholders of offloaded weights: the weight's metadata, and its value for any code that computes."""
+"""Placeholders of offloaded weights. Each has its weight's metadata, and reads the value when code computes with it."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def compute_module_sizes(
 
 
 def owners(name: str) -> Iterator[str]:
-    """Yield the names of the modules that contain a name: the whole model "" first, the name itself last.
+    """Yield "" for the whole model, then the names of all modules that contain a tensor or module, then its own name.
 
     Example:
         >>> list(owners("layers.0.weight"))

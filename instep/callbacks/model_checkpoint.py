@@ -337,7 +337,7 @@ class ModelCheckpoint(Callback):
             # If this callback saved the checkpoint that the run resumes from, no other save is due at its step.
             if about.get("saver") == self.state_key:
                 self._last_step_saved = trainer.global_step
-                # A checkpoint without a ranking is not judged yet: the validation that logs its metric comes later.
+                # Its ranking is done too, or not needed. Otherwise the validation that logs its metric comes later.
                 if self.monitor is None or about.get("ranked"):
                     self._last_step_judged = trainer.global_step
         self._start_clock(trainer)

@@ -48,7 +48,7 @@ class Timer(Callback):
             None if duration is None else parse_duration("duration", duration, or_zero=True).total_seconds()
         )
         self.interval = choice("step", "epoch")("interval", interval)
-        if interval == "step":  # a Timer that checks by epoch costs no call at each step
+        if interval == "step":  # set the hook only if needed, since it costs a call at each step
             self.on_train_batch_end = self._after_batch
         self.verbose = verbose
         self._start: dict[str, float] = {}

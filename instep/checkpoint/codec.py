@@ -305,7 +305,7 @@ class _Encoder:
         kind = type(obj)
         if obj is None or kind is bool or kind is str:
             return obj
-        if kind is int:  # many JSON readers round integers of more than 64 bits
+        if kind is int:  # more than 64 bits are stored as text, since many JSON readers would round them
             return obj if obj.bit_length() <= 64 else {TAG: "int", "v": hex(obj)}
         if kind is float:
             return _float_out(obj)

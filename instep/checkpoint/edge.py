@@ -57,8 +57,8 @@ def loading_state(path: Path, what: str) -> Iterator[None]:
 
     Raises:
         CorruptCheckpointError: the object raised an error that a wrong state may cause. Errors of instep and of the
-            system are not changed; with several ranks a RuntimeError is not changed either, since it may mean that
-            another rank has ended.
+            system stay as they are. With several ranks, so does a RuntimeError, since it may mean that another rank has
+            ended.
     """
     try:
         yield

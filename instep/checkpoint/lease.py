@@ -200,7 +200,7 @@ class Lease:
         """Return the reason why this lease is no longer valid; "" if it is valid."""
         highest = _highest(self.root, self._files)
         there = None if highest is None else _read(self.root, highest, self._files)
-        if isinstance(self.root, Path) and not self.root.is_dir():  # an object store has no folders to check
+        if isinstance(self.root, Path) and not self.root.is_dir():  # the folder is gone; object stores have none
             return (
                 f"the folder {self.root} does not exist any more. It was removed or renamed, or its file system is no "
                 "longer mounted. Put it back where its checkpoints are wanted, and start this run again"

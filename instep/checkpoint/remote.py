@@ -238,7 +238,7 @@ def _as_os_error(path: Path) -> Iterator[None]:
     except (MemoryError, AttributeError, TypeError, NameError):
         raise  # not converted, since it is an error in instep's own code
     except Exception as error:
-        # An OSError without errno, as some libraries raise, is converted too.
+        # Keep an OSError that has an errno. Some libraries raise one without it, which is converted below.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise OSError(_number(error), f"{type(error).__name__}: {error}", str(path)) from error

@@ -308,7 +308,7 @@ def check_left_out(saved: LeftOut, now: LeftOut, path: Path, module: Any, strict
     differ = [
         name
         for name, (dtype, digest) in saved.items()
-        # Values cannot be compared if the module's dtype has fewer bits than that of the checkpoint.
+        # Compare digests only of equal dtypes: a dtype with fewer bits changes the values.
         if name not in now or (now[name][0] == dtype and now[name][1] != digest)
     ]
     if not differ:

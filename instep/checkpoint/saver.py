@@ -29,8 +29,9 @@ class RunSaver(ABC):
     """Save the checkpoints of one run. All methods are called on the training thread.
 
     Attributes:
-        newest: object that saves the newest full state of a run that resumes by itself; None if the run has no such
-            object. `save` calls the object's methods `superseded` and `note`.
+        newest: the run's `NewestState`, a callback that saves the newest full state of a run that resumes by itself;
+            None if there is none. `save` tells its method `note` which callback saves a full state, and gets from its
+            method `superseded` the checkpoints that the new state replaces.
     """
 
     newest: Any = None

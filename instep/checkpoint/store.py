@@ -230,8 +230,9 @@ class CheckpointStore:
             kind: kind of the checkpoint: "full" or "weights". None: any kind, but only "full" for "auto".
             monitor: metric for "best"; needed only if the checkpoints have scores of several metrics.
             mode: "min" or "max" for "best"; needed only if the checkpoints have scores of both modes.
-            line: the checkpoints to search; others are ignored. None: search those of the run that saved last. If none
-                of them can be verified, "last" and "auto" then search those of the other runs.
+            line: a run, and the earlier runs that it continues: search only the checkpoints of this line. None: search
+                the line of the run that saved last. If none of its checkpoints can be verified, "last" and "auto"
+                search the other runs' checkpoints too.
             also: further folders to search.
 
         Returns:

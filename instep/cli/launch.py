@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         if args.stands_in:
             run_as, is_module = ["instep.compat", args.stands_in, *["-m"] * args.module, *program], True
         spec = make_spec(launch, run_as, module=is_module, python=not args.no_python)
-        # On a Ray cluster, or with PATH or PYTHONPATH set for the job, ranks may find a program that this process does
-        # not find, so it is not checked.
+        # Check the program, unless ranks may find another one than this process: on a Ray cluster, or with PATH or
+        # PYTHONPATH set for the job.
         if launch.settings.ray is None and not spec.env.keys() & {"PATH", "PYTHONPATH"}:
             check_program(program, module=args.module, python=not args.no_python)
     except SettingError as error:

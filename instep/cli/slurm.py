@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.print:
         sys.stdout.write(job.script())
         return 0
-    # The program is not checked if setup commands or chdir may change which program is found.
+    # Check the program, unless setup commands or chdir may change which program is found.
     if not (args.setup or any("chdir" in option for option in args.sbatch)):
         check_program((args.script,), module=args.module)
     answer = submit(job, args.test_only)

@@ -171,7 +171,7 @@ class TrainerCLI:
         parser_class: `TrainerArgumentParser` or a subclass.
         subclass_mode_model: whether a subclass of `model_class` may be chosen.
         subclass_mode_data: whether a subclass of `datamodule_class` may be chosen.
-        args: words or a configuration, used in place of the command line.
+        args: used in place of the command line: its words as a list, or a configuration as a dict or `Namespace`.
         run: False: build all objects and run nothing; the parser then has no commands.
         auto_configure_optimizers: whether to add `--optimizer` and `--lr_scheduler`, which replace
             `configure_optimizers`.
@@ -287,7 +287,7 @@ class TrainerCLI:
         kwargs = {"dump_header": [f"instep=={__version__}"], "usage": "%(prog)s [options]", **kwargs}
         parser = self.parser_class(**kwargs)
         parser.add_argument(
-            "-c", "--config", action=ActionConfigFile, help="a YAML file; of several, later ones count more"
+            "-c", "--config", action=ActionConfigFile, help="a YAML file; later files and options count more"
         )
         return parser
 

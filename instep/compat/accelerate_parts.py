@@ -161,7 +161,7 @@ class _Order(Sequence[int]):
     def __getitem__(self, index: Any) -> Any:
         return self._items[index]
 
-    def __repr__(self) -> str:  # the text has all indices, since ranks compare orders by it
+    def __repr__(self) -> str:  # all indices, since ranks compare the `repr` of their orders
         return repr(self._items)
 
 

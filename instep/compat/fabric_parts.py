@@ -205,7 +205,7 @@ class Fabric:
             strategy.rebind_optimizer(optimizer)
         forward = strategy.wrap(module, optimizers) if strategy.wraps_with_optimizer else strategy.wrap(module)
         if strategy.wraps_with_optimizer:
-            self._strategy = strategy  # from now on, steps, loss scaling and clipping use this copy
+            self._strategy = strategy  # steps, loss scaling and clipping now use the strategy of this module
         if given is not module:
             known: Any = given
             forward = compiled_as(given, module) if forward is module else type(known)(forward, known.dynamo_ctx)

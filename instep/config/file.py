@@ -69,7 +69,7 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         check_names: whether names that are not settings are refused.
 
     Raises:
-        SettingError: the file is not YAML, not a mapping, or has unknown or repeated names. With such names, the text
+        SettingError: the file is not YAML, not a mapping, or has unknown or repeated names. The message about names
             also lists wrong values.
     """
     node, values = compose(read_text(path), path)

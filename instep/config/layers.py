@@ -65,7 +65,7 @@ def resolve(
         environ: environment variables; None: `os.environ`.
 
     Raises:
-        SettingError: a value is wrong; the text names its source.
+        SettingError: a value is wrong; the message names its source.
     """
     environ = os.environ if environ is None else environ
     file = find_file(config, environ)

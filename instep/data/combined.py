@@ -309,7 +309,7 @@ class CombinedLoader(BatchSource):
         known = [number for track in self._tracks if (number := _left(track)) is not None]
         total, combine = None, {"sequential": sum, "min_size": min}.get(self.mode, max)
         lengths = [plan.total for plan in plans if plan.total is not None]
-        # not final: an estimate from the whole lengths, wherever the pass begins
+        # If a total is not final, estimate from the whole lengths, wherever the pass begins.
         if len(lengths) == len(plans) and not final:
             total = combine(lengths)
         elif final:
@@ -516,9 +516,9 @@ def _left(track: _Track) -> int | None:
 
 
 def _counted(source: BatchSource, batch: Any) -> Share:
-    """Return the share (numbers of samples) of one loader's part of a batch.
+    """Return the `Share` of one loader's part of a batch: its numbers of samples on this rank and on all ranks.
 
-    If the loader does not know its numbers and there is only one rank, the samples of the batch are counted.
+    If the loader does not know these numbers and there is only one rank, count the samples of the batch.
     """
     share = source.share
     if share.mine is not None or source.world_size > 1:
@@ -528,7 +528,7 @@ def _counted(source: BatchSource, batch: Any) -> Share:
 
 
 def _together(shares: Sequence[Share], last: bool) -> Share:
-    """Return the share (numbers of samples) of a combined batch: the sum over its loaders."""
+    """Return the `Share` of a combined batch: the sums of its loaders' numbers of samples."""
     units = [share.units for share in shares if share.units is not None]
     summed = (sum(own[0] for own in units), sum(own[1] for own in units)) if len(units) == len(shares) else None
     return Share(_sum([share.mine for share in shares]), _sum([share.all for share in shares]), last, summed)

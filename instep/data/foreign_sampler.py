@@ -14,7 +14,7 @@ from instep.utils.seed import derive_seed
 
 
 class ForeignOrder:
-    """The whole order of an epoch, drawn at once from a sampler or batch sampler.
+    """Callable that draws the whole order of an epoch from a sampler or batch sampler.
 
     All random numbers that the sampler draws, from the process's generators or its own, are derived from (seed, epoch).
     So the order can be drawn again after a resume, and it is the same on every rank. A sampler that derives its order

@@ -25,7 +25,7 @@ from instep.errors import SettingError
 from instep.utils.checks import at_least
 from instep.utils.seed import derive_seed
 
-_ROWS = 1024  # number of batches converted to lists at once: large enough to be cheap, small enough to start quickly
+_ROWS = 1024  # number of batches converted to lists at a time: large enough to be cheap, small enough to start quickly
 
 Draw: TypeAlias = Callable[[int, int, int], "Sequence[Any] | torch.Tensor"]
 

@@ -304,7 +304,7 @@ def able_to_compute(metric: Any, shapes: Mapping[str, Any], of_this_rank: bool =
     Args:
         metric: a metric object.
         shapes: entries of `list_shapes` from the ranks whose list states are not empty.
-        of_this_rank: whether to compute from this rank's counts alone, as when the other ranks do not compute:
+        of_this_rank: True: compute from this rank's counts alone, since the other ranks do not compute. Otherwise
             torchmetrics would wait for them.
     """
     changed: list[tuple[Any, str, Any]] = []

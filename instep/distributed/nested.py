@@ -72,7 +72,7 @@ def iter_leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
     """Move every tensor of nested data to a device.
 
-    Values with a `to` method (tensors, packed sequences, tokenizer batches) are moved by it; other values stay
+    Values with a method `to` (tensors, packed sequences, tokenizer batches) are moved by this method. Other values stay
     unchanged.
 
     Args:

@@ -149,7 +149,7 @@ class Together:
         try:
             self._ranks.fail_together(error, self._doing)
         except BaseException as raised:
-            if raised is not error:  # the block's own error need not be raised here: Python raises it after this method
+            if raised is not error:  # another error than the block's own, which Python itself raises
                 raise
 
 

@@ -138,7 +138,7 @@ class SignalGuard:
         grace_s: seconds from the first signal until the process is ended, whatever it is doing; infinity for never.
         overdue: function that is called with the signal's name, in another thread, before the process is ended. It
             returns the exit code.
-        quiet: whether to print no message at a signal, as on all ranks but one.
+        quiet: True: print no message at a signal. Only one rank prints.
         killed: function that is called in the handler with the name of a second signal, if this signal ends the process
             without an exception.
     """

@@ -1,4 +1,4 @@
-"""`doubt_of_size`: says why the samples of a batch may be miscounted, as when the batch is a list of samples."""
+"""`doubt_of_size`: says why the samples of a batch may be miscounted, for example in a list of samples."""
 
 from __future__ import annotations
 

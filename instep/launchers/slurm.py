@@ -117,7 +117,7 @@ def submit(job: BatchJob, test_only: bool = False) -> str:
 
     Args:
         job: the job.
-        test_only: whether sbatch does not submit the job, and only says when the job would start.
+        test_only: True: sbatch only says when the job would start. It does not submit the job.
 
     Returns:
         The job's id, or with `test_only` the answer of sbatch.

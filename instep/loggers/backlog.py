@@ -22,7 +22,7 @@ from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import INDEX_BYTES, clean, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
-# Largest number of records in memory; moving more of them to the file at once would delay a step by milliseconds.
+# Largest number of records in memory; moving more of them to the file in one step would delay a step by milliseconds.
 QUEUE_RECORDS = 2_000
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20
@@ -261,7 +261,7 @@ class Backlog:
                             self.refuse(record)
                 if is_ours:
                     shutil.copyfileobj(source, out)
-                    self._next_row = None  # the copied lines have no row index, so later records get none either
+                    self._next_row = None  # the copied lines have no row index, so later records get no index
             if self._file is not None:
                 self._file.close()
                 self._file = None

@@ -580,7 +580,7 @@ class Logger:
         self._log_rows([Row(metrics, step, self.delivery.time_s)])
 
     def _log_rows(self, rows: list[Row]) -> None:
-        """Write several rows of metrics at once, all or none. If overridden, it is called instead of `_log_metrics`."""
+        """Write several rows of metrics, all or none of them. If overridden, it is called instead of `_log_metrics`."""
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         """Write a text."""

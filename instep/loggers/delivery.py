@@ -65,7 +65,7 @@ class Writer:
         start_timeout_s: seconds that the start of a run waits for the tracker to open.
         flush_timeout_s: seconds that the end of a run waits for the tracker.
         file: the logger's output file; an empty `OutputFile` if it has none.
-        takes_many: whether the logger writes several rows of metrics at once, all or none.
+        takes_many: whether the logger writes several rows of metrics in one call, all or none.
         hook: function that returns a hook by its name.
         finalize: the logger's method `finalize`, which a subclass may have overridden.
         code: function that records the git state when a new run begins; None if `save_code` is False.
@@ -426,7 +426,7 @@ class Delivery:
             sender.close(partial(self.writer.hook("_finalize"), status), self.writer.flush_timeout_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the run's version, the last step, each name's last step, and the run's start for a time axis."""
+        """Return the run's version and last step, each metric's last step, and for a time axis the run's start."""
         if self.is_open:
             self.save(_CHECKPOINT_WAIT_S)
         state: dict[str, Any] = {"version": self.version, "step": self.last_step, "logged": dict(self.logged)}

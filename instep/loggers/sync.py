@@ -256,7 +256,7 @@ def _apart(home: Path | None, bare: bool) -> Iterator[list[threading.Thread]]:
             yield threads
         finally:
             os.chdir(before)
-            if not threads:  # a thread that still runs must not find the user's passwords
+            if not threads:  # no thread still runs that could find the user's passwords
                 _set_variables(variables)
 
 

@@ -208,7 +208,7 @@ def _module(module: Any) -> nn.Module:
 def _grouped(
     module: nn.Module, rules: Sequence[_Rule], frozen: bool, defaults: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Group the parameters by the rules that they match."""
+    """Make one group of all parameters that match the same rules, with the options of these rules."""
     first = names_of(module)
     aliases: dict[Tensor, list[str]] = {parameter: [name] for parameter, name in first.items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):

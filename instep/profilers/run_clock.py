@@ -216,7 +216,7 @@ class RunClock:
             start = time.perf_counter()
             try:
                 result = function(*args, **kwargs)
-                # after an error no event is recorded, since a failed device would raise another error
+                # record the event here, not in `finally`: after an error, a failed device would raise another error
                 if event is not None:
                     self._open_events.append((part, parent, event, self._event()))
                 return result

@@ -64,7 +64,7 @@ def end_of_log(run: Run, lines: int) -> list[str]:
 def failure_rows(status: RunStatus) -> list[tuple[Any, ...]]:
     """Return a row for each failed rank: rank, host, step, batch, phase, kind of failure, message.
 
-    The rank that caused the failure has the first row.
+    If it is known which rank caused the failure, this rank has the first row.
     """
     return [
         (
@@ -77,7 +77,7 @@ def failure_rows(status: RunStatus) -> list[tuple[Any, ...]]:
 
 
 def traceback_of(status: RunStatus) -> list[str]:
-    """Return the end of the traceback of the rank that caused the failure, below a title; empty if there is none."""
+    """Return the end of the traceback of the first rank in `status.failures`, below a title; empty if there is none."""
     trace = str(status.failures[0].get("traceback") or "").rstrip().splitlines() if status.failures else []
     if not trace:
         return []

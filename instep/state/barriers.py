@@ -131,7 +131,7 @@ def _write(groups: Groups, turn: int, name: str | None) -> None:
     try:
         RankRecords("waiting", groups.control).write(turn, _quoted(name))
     except RuntimeError:
-        pass  # the process that hosts the store has ended, as the text of `_report` says
+        pass  # the process that hosts the store has ended; the message of `_report` will say so
 
 
 def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:

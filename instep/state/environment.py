@@ -121,7 +121,7 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
     if environ.get(JOB_ID):
         return Job(environ[JOB_ID], read_number(environ, RESTART, 0))
     job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
-    if job and step:  # without the step id, several programs of one job script would be the same job
+    if job and step:  # the step id distinguishes several programs of one job script
         cluster = environ.get("SLURM_CLUSTER_NAME", "")
         return Job(
             "-".join(filter(None, ("slurm", cluster, job, step))), read_number(environ, "SLURM_RESTART_COUNT", 0)

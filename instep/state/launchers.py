@@ -81,7 +81,8 @@ def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
     if place.launcher != "torchrun":
         _check_world_size(environ, place)
     by_agent = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ
-    # A single process is no error under torchrun, which may start one process in each of many SLURM tasks.
+    # Raise an error if an outer launcher started a "single" process as one of several. Only torchrun may start one
+    # process in each of many SLURM tasks.
     if place.world_size == 1 and not by_agent:
         _check_alone(environ, place)
     return place

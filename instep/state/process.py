@@ -160,7 +160,7 @@ def _kind(asked: dict[str, Any], environment: ProcessEnvironment) -> DeviceKind:
 
 
 def _on_nodes(environment: ProcessEnvironment, hosts: tuple[str, ...]) -> ProcessEnvironment:
-    """Add the number of the node and the number of nodes for MPI, which does not number nodes."""
+    """Under MPI, which does not number nodes, set `node_rank` and `num_nodes` from the ranks' host names."""
     if environment.launcher not in MPI:
         return environment
     nodes = list(dict.fromkeys(hosts))

@@ -99,7 +99,7 @@ class RankRecords:
     def _values(self, keys: list[str]) -> list[bytes | None]:
         """Return the values of keys, with None for a missing key.
 
-        If all keys exist, two requests are enough with a store that can return several values at once.
+        If all keys exist, and the store can return several values in one reply, two requests are enough.
         """
         if getattr(self._store, "has_extended_api", bool)() and self._store.check(keys):
             return self._store.multi_get(keys)

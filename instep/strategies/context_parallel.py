@@ -105,7 +105,7 @@ class ContextParallel:
         Args:
             step: step method, called with the batch as the first argument.
             dims: sequence dimensions, as in `split`.
-            everywhere: whether it is an error if the step calls no attention; a pipeline stage may have none.
+            everywhere: whether the step must call attention. False for a pipeline stage, which may have no attention.
         """
 
         def run(batch: Any, *args: Any) -> Any:

@@ -296,7 +296,7 @@ class DDPStrategy(Strategy):
             return False
         if trains and any(p.requires_grad for p in module.parameters()):
             return True
-        # The weights of dispatched models are skipped: each rank has read them from the same files.
+        # The weights of dispatched models need no copy, since each rank has read them from the same files.
         broadcast_weights(module, skip=dispatched_weights(module).__contains__)
         return False
 
@@ -305,8 +305,8 @@ class DDPStrategy(Strategy):
     ) -> DistributedDataParallel:
         """Wrap the module in torch's DDP; with `again` (during training), do not copy rank 0's weights and buffers."""
         kept = dispatched_weights(module)
-        # DDP cannot copy torchao's tensors and offloaded weights from rank 0. The former are copied below. The latter
-        # each rank has read from the same files.
+        # DDP cannot copy these parameters from rank 0. Torchao's tensors are copied below. Offloaded weights need no
+        # copy, since each rank has read them from the same files.
         ignored = [
             name
             for name, p in module.named_parameters()
@@ -397,7 +397,8 @@ class DDPStrategy(Strategy):
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             yield  # a static graph is recorded in the first backward, which must reduce gradients
             return
-        # DDP's own flag, `require_backward_grad_sync`, is not enough: in manual optimization it is False in each step.
+        # `prepare_backward` reads `_syncs` to know whether to reduce gradients. DDP's own flag for this,
+        # `require_backward_grad_sync`, is False in each step of manual optimization.
         before, self._syncs = self._syncs, False
         try:
             with ddp.no_sync():
@@ -419,7 +420,8 @@ class DDPStrategy(Strategy):
         if self._local_sgd is not None:
             self._local_sgd.average_replicas()  # averages weights and buffers
         elif self.ddp_options.keys().isdisjoint(("broadcast_buffers", "forward_sync_buffers")):
-            super().average_replicas()  # skipped with broadcast_buffers=False, where ranks keep their own buffers
+            # Neither option is set, so ranks do not keep their own buffers: copy rank 0's buffers to all ranks.
+            super().average_replicas()
 
     # ---- state
 

@@ -43,8 +43,8 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
         return None
     named = tensor.device_mesh.mesh_dim_names or ()
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    # If the DTensor's mesh does not have dimension names of `mesh` (a user's own mesh), several ranks may write the
-    # same box. A reader then uses one of these boxes.
+    # Let only the first of the ranks that hold the same box write it. They are known only if the dimension names of the
+    # DTensor's mesh are names of `mesh`. With a user's own mesh, several ranks may write a box, and a reader uses one.
     if mesh is not None and named and set(named) <= set(names):
         others = set(names) - {*named, "pp"}
         if any(mesh.get_local_rank(name) for name in others):

@@ -190,7 +190,8 @@ class Gradients:
             scaler.step(optimizer, **kwargs)
         finally:
             hook.remove()
-        # A fused optimizer always runs `step`, whose kernel checks for overflow itself, so the hook does not show it.
+        # The hook does not show whether a fused optimizer has skipped the step: its `step` always runs, and the kernel
+        # checks for overflow itself.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             found = scaler._found_inf_per_device(optimizer).values()
             self.step_was_skipped = any(bool(value.item()) for value in found)

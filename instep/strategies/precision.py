@@ -123,7 +123,8 @@ def check_device(name: str, device: torch.device) -> None:
                 got=name,
             )
     dtype = _compute_dtype(name)
-    if dtype is not None and device.type != "xla":  # XLA supports all dtypes, and is not imported yet
+    # Try whether the device computes in this dtype. XLA supports all dtypes, and is not imported yet.
+    if dtype is not None and device.type != "xla":
         try:
             one = torch.ones(2, 2, dtype=dtype, device=device)
             torch.mm(one, one)

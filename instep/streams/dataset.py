@@ -60,8 +60,8 @@ class StreamDataset(Dataset[Any]):
             that a batch needs little padding. 0: no groups.
         counts: number of records of each file, if known; each number is checked when the file is opened.
         columns: columns of a table that are read; None: all.
-        length: name of a record's field that holds the record's length as a number, or whose `len` is this length;
-            needed for `lengths`.
+        length: name of a record's field that is the record's length (an int), or whose `len` is this length;
+            needed for `bucket` and for the attribute `lengths`.
         on_bad_sample: "raise": a record that cannot be read or decoded raises a DataError that names the file and the
             place. "skip": the record is left out of its batch. No other sample takes its place, so every other sample
             still counts once; the smaller batch has the same weight in the mean over ranks as the full one.
@@ -69,8 +69,8 @@ class StreamDataset(Dataset[Any]):
         format: format of all files: "jsonl", "parquet", "arrow", "tar" or "text"; None: by their suffix.
         cache: folder for indices and copies; None: `$XDG_CACHE_HOME/instep/streams`, or `~/.cache/instep/streams`.
         keep_bytes: maximum number of bytes of decoded row groups that a process keeps.
-        max_record_bytes: maximum size of a record, a line or group of files; a larger one is an error when files are
-            indexed.
+        max_record_bytes: maximum size of a line (JSONL, text), or of a group of files (tar). A larger record is an
+            error when the files are indexed.
         storage_options: options for the file systems of fsspec.
 
     Raises:

@@ -596,7 +596,11 @@ def by_shards(loader: Any, shard: DataShard) -> Any | None:
 
 
 def _alike(readers: Sequence[_First]) -> bool:
-    """Return True if readers start with the same samples, as far as all have read, and none has ended earlier."""
+    """Return True if all readers start with the same samples.
+
+    Only as many samples are compared as every reader has read. Return False if a reader has ended before another one,
+    or if a reader has read nothing and another one has.
+    """
     shortest, longest = (of(len(one.digests) for one in readers) for of in (min, max))
     ends = any(one.ended and len(one.digests) < longest for one in readers)
     heads = {tuple(one.digests[:shortest]) for one in readers}

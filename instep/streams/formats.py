@@ -400,10 +400,10 @@ class Group:
 
 
 class Kept:
-    """Groups of rows that were read last, of all shards of a process, up to a number of bytes.
+    """The groups of rows that a process requested last, from all its shards, up to a limit of bytes.
 
-    A window of shuffled records requests each of its groups again and again. A group that was not requested for long
-    belongs to an earlier window, so it is dropped even below the limit of bytes, and its memory is used again.
+    A window of shuffled records requests each of its groups again and again. A group whose last request was long ago
+    belongs to an earlier window. So it is dropped even if the limit is not reached, and its memory is used again.
     """
 
     def __init__(self, most: int) -> None:

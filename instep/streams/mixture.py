@@ -109,7 +109,8 @@ class StreamMixture(Dataset[Any]):
             dataset, own = self.datasets[source], [pairs[place][1] for place in mine]
             many = getattr(dataset, "__getitems__", None)
             samples = [dataset[index] for index in own] if many is None else many(own)
-            # There are fewer samples than indices if the source has left some out.
+            # A source that leaves out bad samples returns fewer samples than indices. Its later samples then move up to
+            # the places of earlier ones, which changes only their order in the batch.
             found += zip(mine, samples, strict=False)
         return [sample for _, sample in sorted(found, key=lambda each: each[0])]
 

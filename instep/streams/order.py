@@ -12,7 +12,7 @@ import torch
 
 from instep.utils.seed import derive_seed
 
-BLOCK = 1024  # number of samples of a mixture in which each source has its exact proportion
+BLOCK = 1024  # number of samples in a block of a mixture; in each block, every source has its exact proportion
 MOST_SOURCES = 20  # maximum number of sources, since in a block one source makes up for the rounding of all others
 _WINDOWS = 4  # number of windows that are kept, for several ranks in one process and for a batch across two windows
 

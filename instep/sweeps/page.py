@@ -98,7 +98,7 @@ class Page(Refreshing):
                 self._summary = box("summary", "dl")
             with box("card", "section"):
                 self._build_controls()
-                with box("grid"):  # the grid is made at once, so that its code is loaded while the runs are read
+                with box("grid"):  # made before the runs are read, so that the browser loads its code meanwhile
                     self._grid = ui.aggrid(_GRID, theme="quartz", auto_size_columns=False).classes("rows")
                     self._grid.on("selectionChanged", self._tick, js_handler="e => e.source == 'api' || emit()")
             with box("card", "section"):

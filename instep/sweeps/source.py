@@ -106,7 +106,14 @@ class Sweep:
 
 
 def _found(entries: list[Entry], text: str) -> tuple[list[Entry], str]:
-    """Return all runs and `text` if it is a condition; else return runs whose name, path, tags or note contain it."""
+    """Find the runs for a text that the user typed: a condition, or a part of a name, path, tag or note.
+
+    Returns:
+        If the text is a condition, or empty: all runs, and the text. Else: the runs that contain the text, and "".
+
+    Raises:
+        UsageError: no run contains the text, and it has a sign of a condition (<, > or =).
+    """
     try:
         if text.strip():
             where.parse(text)

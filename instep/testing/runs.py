@@ -161,7 +161,18 @@ def small_trainer(
 
 
 def check_hook_names(caught: Sequence[warnings.WarningMessage], name: str, check: str) -> None:
-    """Raise if the Trainer has warned of a method that has a name like a hook's but is never called."""
+    """Raise an error if the Trainer has warned of a method of the tested class that nothing calls.
+
+    The Trainer gives this warning if the method's name is similar to that of a hook or loader method.
+
+    Args:
+        caught: all warnings of the run.
+        name: name of the tested class.
+        check: name of the check, for the error.
+
+    Raises:
+        ContractError: there is such a warning.
+    """
     wrong = [text for each in caught if (text := str(each.message)).startswith(f"{name}.") and "called" in text]
     if wrong:
         raise ContractError(f"{check}: {'; '.join(dict.fromkeys(wrong))}")

@@ -454,7 +454,7 @@ class RunContext:
         return function if profiler.off else profiler.wrap(action, function)
 
     def profiled_batches(self, action: str, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over the batches, in which the profiler measures the wait for each batch.
+        """Return an iterator over `batches` that lets the profiler measure the wait for each batch.
 
         Without a profiler, return `batches` itself.
         """

@@ -105,7 +105,7 @@ def open_run(
 
 
 def _explained(error: BaseException, ctx: RunContext) -> BaseException:
-    """Return an error that names the cause of `error`, if the text of `error` does not name it; else `error` itself."""
+    """Return an error that names the cause of `error`, if it is known and `error` does not name it; else `error`."""
     if isinstance(error, InstepError) or not isinstance(error, Exception):
         return error
     from instep.trainer.error_notes import explain  # imported late: only an error needs it
@@ -426,7 +426,7 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
     trainer, at = ctx.trainer, ctx.position
     why = ctx.ending.reason if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
     why = why or ("" if error is None else in_short(f"{type(error).__name__}: {error}"))
-    if not ctx.counts.began:  # no training in this fit: position, metrics and best checkpoint are of an earlier fit
+    if not ctx.counts.began:  # no training in this fit; metrics and best checkpoint may be those of an earlier fit
         time_s = ctx.clock.seconds(0)
         return profilers.RunSummary(why, sum(time_s.values()), steps=0, batches=0, epoch=at.epoch, time_s=time_s)
     saver = trainer.checkpoint_callback

@@ -370,7 +370,7 @@ class Loaders:
         run. A sanity check before an epoch that does not validate also requests them.
         """
         every, step = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch or 1
-        if not every or self.given.get("val") is not None:  # loaders passed to fit are not requested
+        if not every or self.given.get("val") is not None:  # all epochs use the same loaders
             return self.evaluation("val")
         at = self._trainer.position
         if (epoch + 1) % step == 0 and (at.val_loaded_epoch is None or epoch - at.val_loaded_epoch >= every):

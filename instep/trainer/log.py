@@ -571,8 +571,8 @@ class MetricLog:
     def _replace(self, accumulator: Accumulator, value: Any) -> None:
         """Replace the metric object under a name. Raise LogError if the old one has counted in this epoch."""
         before, name = accumulator.metric, accumulator.name
-        # A composition of metrics such as `self.a + self.b` is a new object in each step, and only its parts hold
-        # counts.
+        # A composition of metrics, such as `self.a + self.b`, may be replaced: it is a new object in each step. Its own
+        # `_update_count` stays 0, since only its parts count.
         if not is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
             raise metric_states_module().not_the_same(name, before, value)
         accumulator.metric = self._checked(name, value, accumulator.suffix)
@@ -731,7 +731,7 @@ class MetricLog:
             for name, values in _by_name(by_rank).items():
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
-                if name in ours:  # names that are not in `ours` are averaged by a group without this rank
+                if name in ours:  # this rank logs the name too; other names are of groups without this rank
                     # From now on the mean over ranks is shown and saved.
                     metrics[name] = ours[name].last = sum(values) / len(values)
         if not metrics:

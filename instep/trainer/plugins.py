@@ -309,7 +309,7 @@ def check_hooks(ctx: RunContext) -> None:
     """Raise an error if the module's hooks do not fit the run.
 
     Raises:
-        HookError: a hook is missing, or comes from Lightning 1.x; then the text names its successor.
+        HookError: a hook is missing, or comes from Lightning 1.x. For an old hook, the message names its successor.
         UsageError: a setting has no effect in manual optimization.
     """
     from instep.utils.porting import HOOKS_GONE  # imported late: only a run needs these tables

@@ -335,7 +335,7 @@ class RunFolder:
                     files.make_folder(path)
                     return path, True
                 files.make_root(path)
-                # If several jobs start at once, only one of them creates the file.
+                # If several jobs start at the same time, only one of them creates the file.
                 if not for_fit or files.create_exclusive(path / NAME, b'{"status": "starting"}\n'):
                     return path, True
                 free = False

@@ -554,7 +554,7 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
         here = {clean_name(name): value for name, value in ctx.strategy.model_state().items()}
         shards = ctx.strategy.local_shards({name: here[name] for name in absent if name in here}) or {}
         check_left_out(absent, all_digests_of(shards, absent, absent), path, ctx.module, strict)
-    if report.other_shape and ctx.fn != "fit" and ctx.rank == 0:  # a fit prints the report later
+    if report.other_shape and ctx.fn != "fit" and ctx.rank == 0:  # warn now: only a fit prints the report later
         warn_user(str(report))
 
 

@@ -308,7 +308,7 @@ def no_attribute(name: str) -> AttributeError:
 
 
 def change(settings: Settings, name: str, value: Any) -> Settings:
-    """Return a copy of the settings in which one argument has another value, for later runs.
+    """Return a copy of the settings with another value of one argument, for later runs.
 
     Raises:
         SettingError: a wrong value, or an argument that the Trainer has used in its constructor.

@@ -134,7 +134,7 @@ def load_into(
             shapes, strict = rest_of(shapes, state, absent, strict, report.path), False
         load_model_state(load, shapes, state, strict, report)
     except RuntimeError as error:
-        # join the text to one line, since most tools show only the first line of an error
+        # join the message to one line, since most tools show only the first line of an error
         wrong = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
             f"the weights of {report.path} do not fit {type(module).__name__}: {wrong}. Set strict_loading = False on "

@@ -258,7 +258,7 @@ def _start_sum(mine: int) -> tuple[Any, Tensor]:
 
 
 class Samples(UnitCount):
-    """Callback that counts the samples of all ranks; it logs the count, and validates, saves and ends the run by it.
+    """Callback that counts and logs the samples of all ranks; the run validates, saves and ends by this count.
 
     Each sample counts once: a batch that a rank runs a second time, to make as many steps as the others, does not
     count, and ranks of tp, cp and pp that read the same data count it once. Counts are taken at optimizer steps: each
@@ -312,7 +312,7 @@ class Samples(UnitCount):
 
 
 class Tokens(UnitCount):
-    """Callback that counts the tokens of all ranks; it logs the count, and validates, saves and ends the run by it.
+    """Callback that counts and logs the tokens of all ranks; the run validates, saves and ends by this count.
 
     `count` says what a token is. As with `Samples`, each batch counts once, at its optimizer step, also with gradient
     accumulation. The tokens of a step that `Trainer(nonfinite="skip")` leaves out count too, as `global_step` counts

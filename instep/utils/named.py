@@ -64,7 +64,7 @@ def _main_name() -> str:
 
 
 def name_of(code: Any) -> str:
-    """Return the dotted path of a class or function; written as `<path>` if `loaded` cannot find the object by it."""
+    """Return the dotted path of a class or function; `<path>` if `loaded` does not find the object at this path."""
     home = getattr(code, "__module__", None) or "builtins"
     home = _main_name() if home in ("__main__", "__mp_main__") else home
     short = getattr(code, "__name__", code.__qualname__)

@@ -92,8 +92,7 @@ class Seal:
     def __init__(self, about: str) -> None:
         self.about = about
         key = _key(make=True)
-        # Keyed BLAKE2 is a MAC, and takes a quarter of the time of HMAC, which matters when the MACs of a full queue
-        # are computed at once.
+        # Keyed BLAKE2 is a MAC, and takes a quarter of the time of HMAC, which matters for the MACs of a full queue.
         self._begun = None if key is None else hashlib.blake2b(f"{about}\n".encode(), key=key[:64], digest_size=16)
 
     def mark(self, data: bytes) -> str:

@@ -180,7 +180,7 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) -> dict[str, Any]:
-    """Return the arguments of a class, in which objects replace the plain values and names that were saved for them.
+    """Return the arguments of a class, with objects in place of the plain values and names that were saved for them.
 
     Args:
         cls: the class. The annotations of its arguments say what is built: dataclasses and Namespaces. Objects of other

@@ -242,7 +242,7 @@ def set_rng_state(state: dict[str, Any], source: Path | None = None) -> None:
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
     for name, module in _devices():
-        if name in state:  # if this machine has fewer devices than the state, the other devices' states are ignored
+        if name in state:  # use only as many states as this machine has devices
             module.set_rng_state_all(state[name][: module.device_count()])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])

@@ -44,12 +44,12 @@ Places = Sequence[tuple[nn.Module, str]]
 
 
 class ModelPruning(Callback):
-    """Prune parameters with `torch.nn.utils.prune`, at the end of every epoch.
+    """Prune parameters with `torch.nn.utils.prune`, at the end of each training epoch or after each validation.
 
     torch replaces a pruned parameter `weight` by a parameter `weight_orig` and a mask `weight_mask`, whose product is
-    `weight`. All ranks use the first rank's masks. A checkpoint holds the masks and the initial values in this
-    callback's state, so that a resumed run is the same bit for bit. With `make_pruning_permanent`, a checkpoint holds
-    plain weights under their own names, with zeros where they are pruned.
+    `weight`. All ranks use the first rank's masks. The callback saves the masks, and the initial values if the lottery
+    ticket hypothesis needs them, so that a resumed run is the same bit for bit. With `make_pruning_permanent`, a
+    checkpoint holds plain weights under their own names, with zeros where they are pruned.
 
     Args:
         pruning_fn: "l1_unstructured", "random_unstructured", "ln_structured", "random_structured", or a subclass of
@@ -58,8 +58,8 @@ class ModelPruning(Callback):
             `parameter_names`; override `filter_parameters_to_prune` to leave some out.
         parameter_names: list of names of the parameters to prune: "weight", "bias" or (the default) both.
         use_global_unstructured: choose the elements to prune among all parameters together, not in each parameter.
-        amount: how many of the elements that are not pruned yet to prune: a fraction (0 to 1) or a number; or a
-            function that takes the epoch and returns this.
+        amount: how many elements to prune each time: an int for their number, or a float from 0 to 1 for their fraction
+            of the elements that are not pruned yet. Or a function that takes the epoch and returns one of these.
         apply_pruning: whether to prune; or a function that takes the epoch and returns this.
         make_pruning_permanent: save plain weights, and leave plain weights in the module at the end of fit.
         use_lottery_ticket_hypothesis: whether elements that are not pruned get their values from the start of training

@@ -71,7 +71,7 @@ class RayReport(Reporting):
             elif trainer.is_global_zero:
                 ray.report(values, checkpoint=None if folder is None else ray.Checkpoint.from_directory(folder))
         finally:
-            if folder is not None and trainer.is_global_zero:  # Ray already has its own copy
+            if folder is not None and trainer.is_global_zero:  # delete the folder, since Ray has copied it
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _values(self, trainer: Trainer) -> dict[str, float]:

@@ -251,7 +251,7 @@ class WeightAveraging(Callback):
 
     @torch.no_grad()
     def _load(self, strategy: Strategy, saved: Mapping[str, Any], updates: int) -> None:
-        """Load this rank's part of the average in a checkpoint, and the average's number of updates."""
+        """Load this rank's part of the saved average, and set the average's number of updates."""
         assert self._averages is not None
         for name, average in self._averages.items():
             whole = saved.get(clean_name(name))

@@ -57,7 +57,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
         most = (kept + during + layer, kept + part * (1 + ratio))
         shown = (weights, own, part + state // ranks)
     else:
-        own = part  # in stage 3, gradients are float32 with any precision
+        own = part  # counted as float32 with any precision, since the optimizer's step converts them to float32
         kept = weights // ranks + part + state // ranks + own + bucket
         gathered = min(gradients, width * _LIVE)
         most = (kept + gathered + activations + gradients // ranks + layer, kept - bucket + part * (2 + ratio))

@@ -101,7 +101,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def has_argument(function: Any, argument: str) -> bool:
-    """Return True if a function or class has an argument of this name."""
+    """Return True if a function or class has a parameter of this name; a `**` parameter does not count."""
     found = _parameters(function).get(argument)
     return found is not None and found.kind is not found.VAR_KEYWORD
 

@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
+    """Print the runs as a table, as CSV or as JSON."""
     if unknown := [state for state in args.state if state not in STATES]:
         raise UsageError(f"no run is ever {unknown[0]!r}; the states are {', '.join(STATES)}")
     found = [entry for entry in find([args.path]) if args.all or not entry.run.label.archived]

@@ -155,7 +155,7 @@ def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) ->
 
 
 def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int, elements: int) -> Config:
-    """Return a copy of the configuration for the engine, in which all "auto" values are replaced.
+    """Return the configuration for the engine: a copy with a value in place of each "auto".
 
     Args:
         config: configuration that `check_config` accepted.

@@ -436,7 +436,7 @@ class PipelinedStrategy(FSDPStrategy):
         return super().load_model_state(state, strict)
 
     def average_replicas(self) -> None:
-        if self._cut is None:  # the stages of a pipeline have different buffers, so none are copied
+        if self._cut is None:  # each rank has the whole model; the stages of a pipeline have different buffers
             super().average_replicas()
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ In each optimizer step, the losses of its accumulation window and its gradients 
 were reduced and unscaled, and before they are clipped. The ranks agree on the result on the device. There are two ways
 to act on the result:
 
-- The host acts at once if it can read the result without waiting (on a CPU) or must read it (optimizers without
+- The host acts immediately if it can read the result without waiting (on a CPU) or must read it (optimizers without
   `found_inf`).
 - Otherwise the optimizer's own kernel leaves the update out if its flag `found_inf` is set. The flag stays on the
   device. With "stop" it stays set, so that nothing is updated any more. The host reads all flags later: when logged
@@ -268,7 +268,7 @@ class NonFiniteGuard(StepGuest):
     def settle(self) -> None:
         """Read the flags that are still on the device, and report bad steps. Collective.
 
-        There is nothing to do if the host has checked each step at once.
+        There is nothing to do if the host has read the result of each step immediately.
 
         Raises:
             NonFiniteError: the policy is "stop", and a step since the last call was not finite.

@@ -1,6 +1,6 @@
 """Forward and backward as one graph: compiled by `compile="step"`, or recorded by `cuda_graphs=True`.
 
-The settings refuse both options at once. If the step cannot be one graph, it runs as usual, and a warning says why.
+The settings refuse the two options together. If the step cannot be one graph, it runs as usual, and a warning says why.
 """
 
 from __future__ import annotations

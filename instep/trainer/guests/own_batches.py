@@ -62,7 +62,7 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
         self._batches, self._source, self._dataloader_idx, self._limit = batches, source, dataloader_idx, limit
         self._progress, self._log = progress, log
         self._ahead: list[Any] = []  # the first batch of the next step
-        self._shares: list[Share] = []  # `share` (numbers of samples) of each batch that the current step took
+        self._shares: list[Share] = []  # numbers of samples of each batch that the current step took
 
     def __next__(self) -> tuple[Any, int, int]:
         if self.done:

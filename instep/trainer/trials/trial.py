@@ -124,7 +124,7 @@ class Trial:
         if run.precision.scaler is not None:
             snapshot.capture_attributes(run.precision.scaler)
         snapshot.keep_random()
-        with self._undo as undo:  # if a call in this block fails, everything so far is undone at once
+        with self._undo as undo:  # if a call in this block fails, the end of the block undoes everything so far
             undo.callback(self._put_back, of_rank)
             undo.callback(vars(trainer).update, {**vars(trainer), "_data": dict(trainer._data)})
             gradient = {entry.name: copy.copy(getattr(run.gradient, entry.name)) for entry in fields(run.gradient)}
