@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,9 @@ def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> Non
         >>> check_datamodule(Samples)
     """
     with run_folder("check_datamodule") as folder:
-        name = type(made(make, DataModule, "check_datamodule")).__name__
+        tested = made(make, DataModule, "check_datamodule")
+        name = type(tested).__name__
+        check_hook_names(tested, DataModule, "check_datamodule")
         seen: list[list[Any]] = []
         step = batches * 3 // 2  # number of a step in the middle of the second epoch
 
@@ -60,10 +61,7 @@ def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> Non
             seen.append(reader.seen)
             return trainer, {"batches": reader.seen[0 if checkpoint else step :]}
 
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            check_resume(name, run, folder, step)
-        check_hook_names(caught, name, "check_datamodule")
+        check_resume(name, run, folder, step)
         seed_process(1)
         run(folder / "again", None)
         if seen[-1] != seen[0]:

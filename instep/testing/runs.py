@@ -6,7 +6,6 @@ import hashlib
 import io
 import re
 import tempfile
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from instep.errors import InstepError
 from instep.trainer import Trainer, TrainModule
+from instep.trainer.plugins import uncalled_methods
 from instep.utils.seed import isolate_rng, seed_process
 
 T = TypeVar("T")
@@ -160,22 +160,19 @@ def small_trainer(
     return Trainer(**{**options, **settings}, callbacks=[*callbacks, saver])
 
 
-def check_hook_names(caught: Sequence[warnings.WarningMessage], name: str, check: str) -> None:
-    """Raise an error if the Trainer has warned of a method of the tested class that nothing calls.
-
-    The Trainer gives this warning if the method's name is similar to that of a hook or loader method.
+def check_hook_names(tested: Any, base: type, check: str) -> None:
+    """Raise an error if the tested object has a method that nothing calls, with a name similar to a hook's or loader's.
 
     Args:
-        caught: all warnings of the run.
-        name: name of the tested class.
+        tested: the tested object.
+        base: its base class, such as `Callback`.
         check: name of the check, for the error.
 
     Raises:
-        ContractError: there is such a warning.
+        ContractError: there is such a method.
     """
-    wrong = [text for each in caught if (text := str(each.message)).startswith(f"{name}.") and "called" in text]
-    if wrong:
-        raise ContractError(f"{check}: {'; '.join(dict.fromkeys(wrong))}")
+    if wrong := [*uncalled_methods(tested, base, "fit")]:
+        raise ContractError(f"{check}: {'; '.join(wrong)}")
 
 
 def check_resume(

@@ -318,7 +318,10 @@ def check_hooks(ctx: RunContext) -> None:
     if ctx.rank == 0:
         data = () if ctx.datamodule is None else ((ctx.datamodule, DataModule),)
         for owner, base in ((module, TrainModule), *data, *((callback, Callback) for callback in ctx.callbacks)):
-            _warn_of_uncalled(owner, base, ctx.fn)
+            for text in uncalled_methods(owner, base, ctx.fn):
+                if (type(owner), text) not in _warned:
+                    _warned.add((type(owner), text))
+                    warn_user(text)
     for old, successor in HOOKS_GONE.items():
         if callable(getattr(module, old, None)):
             raise HookError(
@@ -361,14 +364,13 @@ def change_in_run(ctx: RunContext, name: str, value: Any) -> None:
     ctx.loaders.change_accumulation(check_value(name, value), ctx.position.global_step, ctx.position.batch)
 
 
-def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
-    """Warn once of each method that nothing calls and that was probably meant as a hook or a loader method.
+def uncalled_methods(owner: Any, base: type, fn: str) -> Iterator[str]:
+    """Yield a text for each method that nothing calls and that was probably meant as a hook or a loader method.
 
-    There is no warning about the loader method that `fn` needs: if it is missing, an error names the similar method.
+    The loader method that `fn` needs is left out: if it is missing, an error names the similar method.
     """
-    kind = type(owner)
-    theirs = [cls for cls in kind.__mro__ if issubclass(cls, base) and not cls.__module__.startswith("instep.")]
-    names = {name for name in own_methods(owner, base) if not hasattr(base, name) and (kind, name) not in _warned}
+    theirs = [cls for cls in type(owner).__mro__ if issubclass(cls, base) and not cls.__module__.startswith("instep.")]
+    names = {name for name in own_methods(owner, base) if not hasattr(base, name)}
     loaders = {name for name in names if "loader" in name and base is not Callback}
     names = {name for name in names if name.startswith("on_")} | loaders
     if not names:
@@ -379,8 +381,7 @@ def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
     needed = f"{_LOADER_OF.get(fn, fn)}_dataloader"
     hooks += [name for name in LOADERS if loaders and name != needed and not is_overridden(owner, name, base)]
     other, whose = (Callback, "callbacks") if base is TrainModule else (ModuleHooks, "modules")
-    called = set(_names_in_code(theirs))
-    for name in sorted(names - called):
+    for name in sorted(names.difference(_names_in_code(theirs))):
         if hasattr(other, name):
             advice = f"only {whose} have this hook"
         elif name in HOOKS_UNCALLED:
@@ -389,8 +390,7 @@ def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
             advice = f"did you mean {close}?"
         else:
             continue
-        _warned.add((kind, name))
-        warn_user(f"{kind.__name__}.{name} is not called by anything: {advice}")
+        yield f"{type(owner).__name__}.{name} is not called by anything: {advice}"
 
 
 def _names_in_code(classes: list[type]) -> Iterator[str]:

@@ -279,6 +279,12 @@ def test_a_broken_rule_is_named(what: str) -> None:
         check(make)
 
 
+def test_a_misspelt_hook_is_found_again_though_the_trainer_warns_once() -> None:
+    for _ in range(2):
+        with pytest.raises(ContractError, match="on_train_batch_ends is not called"):
+            check_callback(Misspelt)
+
+
 @pytest.mark.parametrize(
     ("make", "check"),
     [
