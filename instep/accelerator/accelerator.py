@@ -925,7 +925,7 @@ class Accelerator(ProcessMethods):
 
 
 def _tensors(method: str, parameters: Any) -> list[Tensor]:
-    """Return the parameters that were passed to a method as a list.
+    """Return, as a list, the parameters that were passed to a method.
 
     Raise SettingError if another object, such as a model, was passed.
     """

@@ -67,7 +67,8 @@ def synchronize_rng_states(
         name: state[name] for name in ("torch", "python", "numpy") if name in types and name in state
     }
     devices = [name for name in ("cuda", "xpu") if name in types and getattr(torch, name).is_available()]
-    # Each rank sets the generator of its current device, since rank 0's device may have a different index.
+    # Take the state of the current device alone: each rank sets it below for its own current device, whose index may
+    # differ from rank 0's.
     chosen.update({name: getattr(torch, name).get_rng_state() for name in devices})
     if generator is not None:
         chosen["generator"] = generator.get_state()

@@ -324,7 +324,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
     if ours is not None and ours.run_id == run_id:
         return ours
     gone = _was_ours(first) or is_gone(owner)
-    # The second condition is true for a lease that this process has released, although the file could not be changed.
+    # The second condition is for a lease that this process has released, but could not mark as released in its file.
     if gone or (ours is None and owner == this_process()):
         return None
     if gone is None:

@@ -118,7 +118,7 @@ class Forked:
                 traceback.print_exc()
             sys.exit(1)
         except KeyboardInterrupt:
-            sys.exit(128 + signal.SIGINT)  # torch treats an interrupt that leaves this function as success
+            sys.exit(128 + signal.SIGINT)  # if it were raised, torch would take the process for successful
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # after a return, torch would keep the process until its parent has read the result

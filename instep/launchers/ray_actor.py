@@ -67,7 +67,7 @@ class Place:
             pump.start()
             self._pumps.append(pump)
         assert self._agent.stdin is not None
-        # The agent uses the Python of this node, not the one of the driver.
+        # A Python program runs with the Python of this node, since the driver's path may not exist here.
         executable = sys.executable if spec["python"] else spec["executable"]
         self._agent.stdin.write(json.dumps({**spec, "executable": executable}).encode())
         self._agent.stdin.close()

@@ -22,7 +22,8 @@ from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import INDEX_BYTES, clean, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
-# Largest number of records in memory; moving more of them to the file in one step would delay a step by milliseconds.
+# Largest number of records in memory. They are moved to the file all at once; moving more would delay a training step
+# by milliseconds.
 QUEUE_RECORDS = 2_000
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20

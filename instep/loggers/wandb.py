@@ -226,7 +226,8 @@ class WandbLogger(Logger):
         given = dict(self._init_kwargs)
         settings.update(given.pop("settings", None) or {})
         if self.delivery.sends_rest:
-            settings |= {"disable_git": True, "disable_code": True}  # `instep runs sync` may run in another folder
+            # `instep runs sync` may run in another folder, whose git state and code are not the run's.
+            settings |= {"disable_git": True, "disable_code": True}
         if wandb.run is not None:
             given.setdefault("reinit", "create_new")  # do not end the open run of another logger
         return wandb.init(

@@ -159,7 +159,8 @@ class Accumulator:
     hook: str
     suffix: str = ""
     metric: Any = None
-    # what the metric object has counted in one of several loaders, stored at the end of that loader; else None
+    # with several loaders: what the metric object has counted in this entry's loader, stored when that loader ends;
+    # None before its end, and with one loader
     counts: Counts | None = None
     last: Any = None
     fresh: bool = False
@@ -731,7 +732,7 @@ class MetricLog:
             for name, values in _by_name(by_rank).items():
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
-                if name in ours:  # this rank logs the name too; other names are of groups without this rank
+                if name in ours:  # other names are logged only by groups that this rank does not belong to
                     # From now on the mean over ranks is shown and saved.
                     metrics[name] = ours[name].last = sum(values) / len(values)
         if not metrics:

@@ -25,8 +25,8 @@ def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:
             f"self.log_dict got {type(given).__name__}; it takes a dict of names and values, or a collection"
         )
     if hasattr(given, "compute_groups"):
-        # Metrics of a compute group share their state, which must stay shared: no copy. Without compute groups no state
-        # is shared, and the argument has torchmetrics' default, True. Lightning passes the same.
+        # With compute groups, metrics share their state and must keep sharing it, so `copy_state` is False. Without
+        # them it is True, torchmetrics' default. Lightning passes the same values.
         return given.items(keep_base=False, copy_state=not getattr(given, "_enable_compute_groups", True))
     return given.items()
 

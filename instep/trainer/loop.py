@@ -661,8 +661,8 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
             raise KeyboardInterrupt
         raise SystemExit(128 + getattr(signal, trigger.reason, signal.SIGTERM))
     began = ctx.position.global_step > 0 or ctx.resumed_reader is not None
-    # Before the first step there is nothing to save: a new start repeats what hooks have drawn from random generators
-    # and logged.
+    # Before the first step there is nothing to save. Hooks may have drawn random numbers or logged values, but a new
+    # start does the same again.
     path = save_now(ctx, trigger.reason) if began else None
     at, s, batches = ctx.position, ctx.settings, ctx.source.num_batches
     epoch = f"epoch {at.epoch + 1}{f'/{s.max_epochs}' if s.max_epochs != -1 else ''}"

@@ -103,7 +103,8 @@ class WeightAveraging(Callback):
         self._untrained: list[str] = []  # names of buffers and of integer tensors
         self._live: dict[str, Tensor] | None = None  # the trained weights, while the module holds the average
         self._in_validation = False
-        self._updates: int | None = None  # number of updates from a checkpoint whose average is not loaded yet
+        # the average's number of updates, as read from a checkpoint; None once the average itself is loaded
+        self._updates: int | None = None
         self._latest_update_step = 0
         self._latest_update_epoch = -1
         self._asked_step = 0

@@ -41,7 +41,7 @@ _STAND_INS: list[Any] = [
 
 
 def find_folder(path: Path) -> Path | None:
-    """Return the folder with DeepSpeed's files: `path`, or the folder that `path/latest` names; None if it has none."""
+    """Return the folder that `path/latest` names, or else `path`; None if DeepSpeed's files are not in that folder."""
     latest = path / "latest"
     tagged = path
     if isinstance(path, Path) and latest.is_file():

@@ -63,7 +63,7 @@ class _Lifting:
     """Splitter of the statements under one `if` into those for one rank and those for all ranks.
 
     Args:
-        one_rank: the `if`, with only the condition that is true on one rank.
+        one_rank: a copy of the `if` whose only condition is the one that is true on one rank.
         calls: methods that all ranks must call, as the script writes them.
     """
 

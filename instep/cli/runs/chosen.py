@@ -1,4 +1,4 @@
-"""Find the runs that words on the command line name, and split lists of metrics and hyperparameters."""
+"""Find the runs that are named on the command line, and split lists of metrics and hyperparameters."""
 
 from __future__ import annotations
 
