@@ -421,7 +421,7 @@ class Accelerator(ProcessMethods):
         # Without even_batches, ranks have accumulation windows of different lengths, so they must reduce gradients in
         # each micro-batch.
         syncs = ends or self._accumulation.sync_each_batch or not self.dataloader_config.even_batches
-        self._uses.block = (tuple(map(id, models)), False) if self._uses.waits else None
+        outer, self._uses.block = self._uses.block, (tuple(map(id, models)), False) if self._uses.waits else None
         try:
             with ExitStack() as stack:
                 if not syncs and self.num_processes > 1:
@@ -429,7 +429,7 @@ class Accelerator(ProcessMethods):
                         stack.enter_context(self.no_sync(model))
                 yield
         finally:
-            self._uses.block = None
+            self._uses.block = outer
             self._prepared.window.leave()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

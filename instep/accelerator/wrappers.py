@@ -58,7 +58,8 @@ class Window:
         # the loader that the last optimizer step trained on, and the (epoch, batch) of all running loaders at this step
         self._stepped: tuple[AcceleratedLoader | None, dict[int, tuple[int, int]]] = None, {}
         self._calls = 0  # micro-batches so far, for accumulation windows that do not end with a loader's epoch
-        self._entered = self._inside = False
+        self._entered = False
+        self._inside = 0  # number of open `accumulate` blocks
         self._items: Tensor | float | None = None
         self._items_of_batch: Tensor | float | None = None
         self._plain = self._warned = False
@@ -95,8 +96,8 @@ class Window:
         gradient = self._gradient
         moved = self._look()
         loader = self.loader
+        self._inside += 1
         if loader is not None and not moved and self._entered:
-            self._inside = True
             return gradient.sync_gradients  # this batch is already counted
         if self._next is not None and gradient.sync_gradients:
             self._change(loader)
@@ -116,7 +117,7 @@ class Window:
             for optimizer in optimizers:
                 optimizer.begin_window(abandoned)
         self._items_of_batch = None
-        self._entered = self._inside = True
+        self._entered = True
         self.length, self.begin = place, 0
         if loader is not None:
             self.begin = max(loader.batch_idx + 1 - place, loader.source.first_batch)
@@ -131,8 +132,8 @@ class Window:
         return self._gradient.dataloader_references
 
     def leave(self) -> None:
-        """Leave the current micro-batch."""
-        self._inside = False
+        """Leave a block of the current micro-batch."""
+        self._inside -= 1
 
     def _look(self) -> bool:
         """Find the running loader that is trained on. Return True if a running loader has a new batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,48 @@ def test_two_models_accumulate_with_num_items_and_clipping(make: Any) -> None:
                 accelerator.clip_grad_norm_(model.parameters(), 100.0)
                 optimizer.step()
     assert (d.weight.item(), g.weight.item()) == (-1.5, -1.5)
+
+
+@pytest.mark.parametrize("num_items", [None, 1])
+def test_a_block_within_a_block_is_in_the_same_micro_batch(make: Any, num_items: int | None) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    d, d_sgd, g, g_sgd = pair(accelerator)
+    for (x,) in accelerator.prepare(numbers(5, 1)):
+        with accelerator.accumulate(g):
+            with accelerator.accumulate(d):
+                accelerator.backward(d(x[:, None]).mean(), num_items)
+                d_sgd.step()
+                d_sgd.zero_grad()
+            accelerator.backward(g(x[:, None]).mean(), num_items)
+            g_sgd.step()
+            g_sgd.zero_grad()
+    assert (d.weight.item(), g.weight.item()) == (-7.0, -7.0)
+
+
+@pytest.mark.parametrize("num_items", [None, 1])
+@pytest.mark.parametrize("first", ["by hand", "accumulate"])
+def test_loops_that_count_by_hand_and_by_accumulate_follow_each_other(
+    make: Any, first: str, num_items: int | None
+) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(*linear(), numbers(5, 1))
+    steps: list[float] = []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: steps.append(model.weight.grad.item()))
+
+    def train(by_hand: bool) -> list[float]:
+        steps.clear()
+        for index, (x,) in enumerate(loader):
+            with nullcontext() if by_hand else accelerator.accumulate(model):
+                accelerator.backward(model(x[:, None]).mean(), None if by_hand else num_items)
+                if not by_hand or index % 2 or index == 4:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return steps.copy()
+
+    loops = (True, False, True) if first == "by hand" else (False, True, False)
+    with pytest.warns(UserWarning, match="outside of"):
+        seen = list(map(train, loops))
+    assert seen == [[0.5, 2.5, 2.0] if by_hand else [0.5, 2.5, 4.0] for by_hand in loops]
 
 
 def test_data_pulled_within_the_loop_makes_no_window(make: Any) -> None:
