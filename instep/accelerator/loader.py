@@ -363,8 +363,6 @@ class AcceleratedLoader:
         return _itself, (self.source.loader,)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source":  # while this object is being copied, `source` is not set yet
-            raise AttributeError(name)
         return getattr(self.source.loader, name)
 
     def close(self) -> None:

@@ -426,8 +426,6 @@ class AcceleratedScheduler:
         self._optimizers = optimizers
         self._gradient = gradient
         self._window = window
-        self.repeats = 1
-        """Number of scheduler steps per optimizer step; above 1 if the schedule counts the steps of all processes."""
         self._ends = 0  # number of calls of `step` after the last learning rate was reached
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -440,7 +438,7 @@ class AcceleratedScheduler:
             return
         if not self._gradient.sync_gradients or any(optimizer.step_was_skipped for optimizer in self._owners()):
             return
-        for _ in range(self.repeats * (self._window.length if self._gradient.adjust_scheduler else 1)):
+        for _ in range(self._window.length if self._gradient.adjust_scheduler else 1):
             if self._ended():
                 return
             self.scheduler.step(*args, **kwargs)

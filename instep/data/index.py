@@ -68,14 +68,14 @@ class IndexLoader(PreparedLoader):
         sampler: ShardedSampler,
         shard: DataShard,
         *,
-        drawn: ForeignOrder | None = None,
-        shared: bool = True,
-        peers_even: bool = True,
-        peers: Sequence[tuple[int, int]] = (),
-        single: bool = False,
-        seed_samples: bool = False,
-        pin: bool = False,
-        frozen: bool = False,
+        drawn: ForeignOrder | None,
+        shared: bool,
+        peers_even: bool,
+        peers: Sequence[tuple[int, int]],
+        single: bool,
+        seed_samples: bool,
+        pin: bool,
+        frozen: bool,
     ) -> None:
         super().__init__(loader, shard, frozen=frozen)
         self.sampler = sampler

@@ -108,12 +108,12 @@ class StreamLoader(PreparedLoader):
         shard: DataShard,
         *,
         length: int | None = None,
-        estimate: int | None = None,
-        limit: int | None = None,
-        uneven: str = "stop",
-        stateful: Stateful | None = None,
-        frozen: bool = False,
-        rewinds: Stateful | None = None,
+        estimate: int | None,
+        limit: int | None,
+        uneven: str,
+        stateful: Stateful | None,
+        frozen: bool,
+        rewinds: Stateful | None,
     ) -> None:
         super().__init__(loader, shard, frozen=frozen)
         self.uneven = uneven
