@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from instep import Callback, Logger
 from instep.callbacks import EarlyStopping, ModelCheckpoint
 from instep.errors import LogError, UsageError
-from instep.trainer.log import MetricLog, ScalarTransfer
+from instep.trainer.log import MetricLog, Options, ScalarTransfer
 from tests.trainer.toys import LoggingToy, Stream, Toy, loader, quiet, samples
 
 
@@ -55,6 +55,19 @@ def logging_in(hook: str, *names: str, **options: Any) -> Any:
 
     setattr(module, hook, logs)
     return module
+
+
+def test_a_sum_without_samples_outlasts_a_checkpoint_of_a_run_that_went_on_from_one() -> None:
+    log = MetricLog("train")
+    log.enter("training_step")
+    log.buffer.append(("x", 3.0, Options(on_step=False, on_epoch=True, reduce_fx="sum"), 0))
+    log.drain()
+    log.bring_to_host(1)
+    for _ in range(2):
+        state = log.state_dict({})
+        log = MetricLog("train")
+        log.load_state_dict(state, {})
+    assert [saved["total"] for saved in log.state_dict({})] == [3.0]
 
 
 # ---- on the way to the host
