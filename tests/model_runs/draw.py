@@ -270,7 +270,7 @@ def processes(worlds: tuple[int | None, ...] = (None,)) -> st.SearchStrategy[tup
     starts = st.one_of(st.just("auto"), st.sampled_from((None, "last", "best")), st.integers(0, 3))
     trigger = sometimes(None, st.sampled_from(TRIGGERS))
     any_process = st.builds(
-        Process, starts, st.one_of(st.none(), places()), kills, rank, ranks, st.integers(0, 2), trigger, places(), asks
+        Process, starts, st.one_of(st.none(), places()), kills, rank, ranks, st.integers(-2, 2), trigger, places(), asks
     )
     first = st.builds(
         Process,

@@ -40,7 +40,7 @@ class Process:
             off as well, later or before.
         asks_place: where it asks, as `place`.
         ranks: how many ranks it has; None: as many as before.
-        more: what `max_epochs` and `max_steps` are raised by.
+        more: what `max_epochs` and `max_steps` are raised by; below 0 they are lowered, at most to 0.
         asks: with which `ckpt_path` it calls `validate` after its fit, and then a process that has not trained does.
     """
 
@@ -218,10 +218,10 @@ def as_seen_by(own: Remembering, there: Disk) -> Disk:
 
 
 def longer(case: Case, more: int) -> Case:
-    """Return a case with more epochs and steps."""
+    """Return a case with more epochs and steps, or with fewer."""
     s = case.settings
-    epochs = s.max_epochs if s.max_epochs in (None, -1) else s.max_epochs + more
-    steps = s.max_steps if s.max_steps == -1 else s.max_steps + more
+    epochs = s.max_epochs if s.max_epochs in (None, -1) else max(0, s.max_epochs + more)
+    steps = s.max_steps if s.max_steps == -1 else max(0, s.max_steps + more)
     return replace(case, settings=replace(s, max_epochs=epochs, max_steps=steps))
 
 
