@@ -92,7 +92,8 @@ class Triggers:
         self._agreed: dict[str, Trigger] = {}
         # Names of users' triggers that were agreed on in `tick` or `sync`, but that no `check` has requested yet.
         self._unclaimed: set[str] = set()
-        self._next = 0
+        # Steps in this range have no boundary. A lower step is one after a rollback, or the first of another counter.
+        self._since = self._next = 0
         self._outstanding: _Outstanding | None = None
         self._last: tuple[int, float] | None = None
         self._abandoned = False
@@ -146,7 +147,7 @@ class Triggers:
         Raises:
             DistributedError: another process has ended.
         """
-        if step < self._next:
+        if self._since <= step < self._next:
             return ()
         return self._at_boundary(step)
 
@@ -213,7 +214,7 @@ class Triggers:
         """Drop the agreement in progress without waiting, after an error. Afterwards there are no agreements."""
         self._abandoned = True
         self._outstanding = None
-        self._next = _NEVER
+        self._since, self._next = 0, _NEVER
 
     def _drain(self) -> None:
         """Wait for the agreement in progress, but leave triggers to the next agreement."""
@@ -235,7 +236,7 @@ class Triggers:
                 triggers = self._consume(self._exchange(noted))
         self._outstanding = self._start(dict(self._set), self._proposal(step, now))
         self._last = (step, time.perf_counter())
-        self._next = step + self._every
+        self._since, self._next = step, step + self._every
         return triggers
 
     def _proposal(self, step: int, now: float) -> int:

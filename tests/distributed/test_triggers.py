@@ -63,6 +63,12 @@ def test_a_resumed_run_starts_anywhere() -> None:
     assert train(Triggers(every=2), 10, {1000: ("stop", "")}, start=999) == {1004: (Trigger("stop", "", 0),)}
 
 
+def test_a_count_of_steps_that_falls_back_has_boundaries() -> None:
+    own = Triggers(every=2)
+    train(own, 100, {})
+    assert train(own, 10, {12: ("stop", "")}, start=10) == {15: (Trigger("stop", "", 0),)}
+
+
 def test_several_names_at_once() -> None:
     agreed = train(Triggers(every=2), 10, {1: ("stop", "a"), 2: ("own", "b")})
     assert agreed == {5: (Trigger("stop", "a", 0), Trigger("own", "b", 0))}
