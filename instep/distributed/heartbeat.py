@@ -103,10 +103,7 @@ class Heartbeat:
         self._local_rank = PartialState().local_process_index
         path = os.environ.get(HEARTBEAT_FILE)
         self.by_agent = path is not None and os.environ.get(AGENT_PID) == str(os.getppid())
-        if path is not None and self.by_agent:
-            self._use(HeartbeatFile(path), self._local_rank)
-        else:
-            self._use(None, 0)
+        self._use(HeartbeatFile(path) if path is not None and self.by_agent else None, self._local_rank)
 
     def _use(self, beats: HeartbeatFile | None, slot: int) -> None:
         self._beats, self._slot = beats, slot
@@ -132,12 +129,20 @@ class Heartbeat:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Enter a phase for a `with` block, and continue the outer phase afterwards."""
+        """Enter a phase for a `with` block, and continue the outer phase afterwards.
+
+        After an error the phase stays, so that reports show it. But a failed save need not end the run.
+        """
         outer, batch = PHASES[self.numbers[PHASE]], self.numbers[BATCH]
         self.enter(phase)
-        yield
-        self.enter(outer)
-        self.numbers[BATCH] = batch
+        stays = phase != "save"
+        try:
+            yield
+            stays = False
+        finally:
+            if not stays:
+                self.enter(outer)
+                self.numbers[BATCH] = batch
 
     @contextmanager
     def watched(self, timeout_s: float | None, folder: Path) -> Iterator[None]:
@@ -221,10 +226,9 @@ class Heartbeat:
 
 def _is_deep(path: str) -> bool:
     """Return True for a source file of torch, Python or instep's collectives, whose caller is shown in its place."""
-    if os.path.basename(path) in _COLLECTIVES and f"{os.sep}instep{os.sep}" in path:
-        return True
+    ours = os.path.basename(path) in _COLLECTIVES and f"{os.sep}instep{os.sep}" in path
     packages = f"{os.sep}site-packages{os.sep}"
-    return f"{packages}torch{os.sep}" in path or (path.startswith(_PYTHON) and packages not in path)
+    return ours or f"{packages}torch{os.sep}" in path or (path.startswith(_PYTHON) and packages not in path)
 
 
 _one: Heartbeat | None = None

@@ -329,11 +329,6 @@ def able_to_compute(metric: Any, shapes: Mapping[str, Any], of_this_rank: bool =
             setattr(*change)
 
 
-def can_take(metric: Any) -> bool:
-    """Return True if `Counts` can take out what a metric object has counted."""
-    return bool(with_parts(metric))
-
-
 def with_parts(metric: Any) -> list[tuple[str, Any]]:
     """Return a metric object and the metric objects inside it; empty if the object is not a module."""
     return list(metric_objects(metric).items()) if isinstance(metric, nn.Module) else []

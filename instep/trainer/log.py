@@ -565,7 +565,7 @@ class MetricLog:
         """
         elsewhere = id(metric) in self.not_here
         others = [one for one in self._objects() if one.metric is metric and one.suffix != suffix] if suffix else []
-        if elsewhere or (others and not metric_states_module().can_take(metric)):
+        if elsewhere or (others and not metric_states_module().with_parts(metric)):
             raise metric_states_module().not_apart(name, metric, "stage" if elsewhere else "loader")
         return metric
 

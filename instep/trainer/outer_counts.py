@@ -23,7 +23,7 @@ class OuterCounts:
         self._ctx, self._log, self._room = ctx, log, metric_states_module()
         last = ctx if ctx.fn == "fit" else ctx.trainer._last_ctx
         logged = last.log.metric_objects if last is not None and last.module is ctx.module else []
-        log.not_here = {id(one) for one in logged if not self._room.can_take(one)}
+        log.not_here = {id(one) for one in logged if not self._room.with_parts(one)}
         objects = [*logged]
         if ctx.fn == "fit":
             start = ctx.counts.updates_at_start

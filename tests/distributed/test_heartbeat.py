@@ -85,6 +85,21 @@ def test_phases_and_steps_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert phases[: phases.index("epoch")] == ["load"]
 
 
+class FirstSaveFails(instep.Callback):
+    def before_save(self, trainer: instep.Trainer) -> None:
+        if trainer.global_step == 1:
+            raise OSError("the disk is full")
+
+
+def test_after_a_failed_save_a_run_that_goes_on_is_in_its_phase_again(tmp_path: Path) -> None:
+    phases: list[str] = []
+    saver = instep.callbacks.ModelCheckpoint(every_n_train_steps=1, on_error="warn")
+    trainer = _trainer(tmp_path, max_steps=3, callbacks=[FirstSaveFails(), saver])
+    with pytest.warns(UserWarning, match="the disk is full"):
+        trainer.fit(Model(lambda model: phases.append(heartbeat().place()["phase"])), _loader())
+    assert phases == ["train"] * 3
+
+
 def test_nobody_watches_by_default(tmp_path: Path) -> None:
     limits = []
     names: set[str] = set()
