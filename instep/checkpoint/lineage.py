@@ -57,9 +57,7 @@ class Line:
 
     def has(self, run_id: str, step: int) -> bool:
         """Return True if a checkpoint, given by its run id and step, belongs to the line."""
-        if run_id == self.run_id:
-            return True
-        return any(run_id == before and step <= up_to for before, up_to in self.resumed_from)
+        return run_id == self.run_id or any(run_id == one and step <= up_to for one, up_to in self.resumed_from)
 
     def knows(self, run_id: str) -> bool:
         """Return True if `run_id` is the line's own run, or an earlier run that it continues."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from instep.checkpoint.tensors import Shard, content_sum, dtype_from_name, dtype_name
 from instep.distributed import gather_object
 from instep.errors import CheckpointError, CorruptCheckpointError, SettingError
+from instep.utils.checks import is_number
 from instep.utils.optimizer_state import clean_name
 from instep.utils.warn import warn_user
 
@@ -75,11 +76,11 @@ class Resume:
                 field="loggers",
             )
         if self.lr is not None:
-            rates = [self.lr] if isinstance(self.lr, float | int) else list(self.lr)
-            if not rates or not all(isinstance(rate, float | int) and 0 <= rate < math.inf for rate in rates):
+            lr: Any = getattr(self.lr, "tolist", lambda: self.lr)()  # a number or array of numpy or torch
+            rates = list(lr) if isinstance(lr, Sequence) else [lr]
+            if not rates or not all(is_number(rate) and 0 <= rate < math.inf for rate in rates):
                 raise SettingError(f"Resume(lr={self.lr!r}): a number, or one for each parameter group", field="lr")
-            if not isinstance(self.lr, float | int):
-                object.__setattr__(self, "lr", tuple(rates))
+            object.__setattr__(self, "lr", tuple(map(float, rates)) if isinstance(lr, Sequence) else float(lr))
 
     @classmethod
     def weights(cls, strict: bool | None = None) -> Resume:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -218,11 +219,19 @@ def test_another_schedule_does_not_get_the_state_of_the_old_one(kind: str, said:
         ({"lr": "fast"}, "lr='fast'"),
         ({"lr": []}, r"lr=\[\]"),
         ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": True}, "lr=True"),
     ],
 )
 def test_wrong_arguments_of_resume_are_refused(arguments: dict[str, Any], message: str):
     with pytest.raises(SettingError, match=message):
         Resume(**arguments)
+
+
+@pytest.mark.parametrize("lr", [np.float32(0.5), torch.tensor(0.5), np.array([0.5]), [np.float32(0.5)]], ids=repr)
+def test_a_rate_may_be_of_numpy_or_torch(lr: Any):
+    kept = Resume(lr=lr).lr
+    assert kept == (0.5 if np.ndim(lr) == 0 else (0.5,))
+    assert type(kept[0] if isinstance(kept, tuple) else kept) is float
 
 
 def test_resume_needs_something_to_take_up(tmp_path: Path):
