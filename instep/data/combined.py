@@ -53,14 +53,6 @@ class _Track:
         self.began, self.at, self.run_end = number, self.source.first_batch, None
         self.iterator = iter(self.source)
 
-    def next(self, number: int) -> Any:
-        """Return the next batch; raise StopIteration if the loader has none."""
-        batch = next(self.iterator)
-        if self.source.share.last:
-            self.run_end = number + 1
-            self.ended_at = number + 1 if self.ended_at is None else self.ended_at
-        return batch
-
 
 class CombinedLoader(BatchSource):
     """Batches of several loaders together: a dict of loaders yields dicts of batches, and a list yields lists.
@@ -108,6 +100,7 @@ class CombinedLoader(BatchSource):
         self._limits: list[int | float] | None = None
         self._limit: int | None = None
         self._tracks: list[_Track] = []
+        self._pass: object = None  # the newest pass
         self._finished = False
 
     def map(self, function: Callable[[Any], BatchSource]) -> CombinedLoader:
@@ -395,6 +388,7 @@ class CombinedLoader(BatchSource):
     def __iter__(self) -> Iterator[Any]:
         self._ready()
         self._start_pass()
+        self._pass = this = object()
         end = self.plan.total if self.plan.total_is_final else self._most()
         if self._finished or (end is not None and self._given >= end):
             return
@@ -403,8 +397,12 @@ class CombinedLoader(BatchSource):
         try:
             yield from self._one_by_one() if self.mode == "sequential" else self._side_by_side()
         except Exception:
-            self.close()  # close() also ends the passes of loaders that raised no error
+            self.close()  # close() also ends the workers of loaders that raised no error
             raise
+        finally:
+            if self._pass is this:  # no later pass has begun
+                for track in self._tracks:
+                    track.iterator = iter(())  # ends the pass of a loader that has batches left
 
     def _side_by_side(self) -> Iterator[Any]:
         most = self._most()
@@ -443,12 +441,11 @@ class CombinedLoader(BatchSource):
             if self.mode != "max_size_cycle":
                 return _END
             self._again(track, number)
-        try:
-            return track.next(number)
-        except StopIteration:
-            track.run_end = number
-            track.ended_at = number if track.ended_at is None else track.ended_at
-            return _END
+        batch = next(track.iterator, _END)
+        if batch is _END or track.source.share.last:
+            track.run_end = number + (batch is not _END)
+            track.ended_at = track.run_end if track.ended_at is None else track.ended_at
+        return batch
 
     def _again(self, track: _Track, number: int) -> None:
         """Restart an exhausted loader with another order."""
@@ -465,12 +462,7 @@ class CombinedLoader(BatchSource):
             if track.run_end is not None:
                 continue
             track.start(self._given)
-            while track.run_end is None:
-                try:
-                    batch = track.next(self._given)
-                except StopIteration:
-                    track.run_end = self._given
-                    break
+            while (batch := self._next(track, self._given)) is not _END:
                 number = self._given
                 later = any(other.source.num_batches != 0 for other in self._tracks[index + 1 :])
                 last = (track.run_end is not None and not later) or number + 1 == self._limit

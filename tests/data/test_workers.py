@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from instep.data import prepare_loader
+from instep.data import CombinedLoader, prepare_loader
 from instep.data.workers import worker_failure
 from instep.errors import LoaderWorkerError
 from tests.helpers.spawn import run_command
@@ -240,6 +240,22 @@ def test_closing_a_source_ends_the_workers_of_a_pass_that_is_held(kind: Any, per
     assert len(workers()) == 2
     source.close()
     source.close()
+    assert workers() == []
+
+
+def test_leaving_a_combined_pass_ends_the_workers_of_its_loaders_and_no_later_pass() -> None:
+    loaders = [DataLoader(range(12), batch_size=2, num_workers=1) for _ in range(2)]  # type: ignore[arg-type]
+    source = CombinedLoader(loaders).map(prepare_loader)
+    first = iter(source)
+    next(first)
+    second = iter(source)
+    next(second)
+    del first
+    assert len(workers()) == 2
+    assert len(list(second)) == 5
+    third = iter(source)
+    next(third)
+    del third
     assert workers() == []
 
 
