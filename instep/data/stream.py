@@ -324,12 +324,18 @@ class StreamLoader(PreparedLoader):
                 raise cause from error
             raise
         finally:
-            # keep the last state, since `state_dict` may be called after the pass
-            if self._iterator is not None and self.stateful is self._iterated:
-                self._snapshots[self._pulled] = self._state_now() or {}
-            self._iterator = None
-            if not self._keeps_workers:
-                end_workers(self._started)
+            # When the interpreter ends, torch 2.13 aborts if a tensor that was sliced or copied here is freed.
+            if sys is not None and not sys.is_finalizing():
+                self._end_pass()
+
+    def _end_pass(self) -> None:
+        """End a pass that has given all its batches, or that was left before."""
+        # keep the last state, since `state_dict` may be called after the pass
+        if self._iterator is not None and self.stateful is self._iterated:
+            self._snapshots[self._pulled] = self._state_now() or {}
+        self._iterator = None
+        if not self._keeps_workers:
+            end_workers(self._started)
 
     @property
     def _keeps_workers(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from instep.data.base import OWN_END, DataShard, described
@@ -217,12 +217,10 @@ class DividedLoader(StreamLoader):
         if position and not by_loader and by_batches(pattern):
             self._skip(position)
 
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            yield from super().__iter__()
-        finally:
-            if self._division is not None:
-                self._division.end_pass()
+    def _end_pass(self) -> None:
+        super()._end_pass()
+        if self._division is not None:
+            self._division.end_pass()
 
     def close(self) -> None:
         if self._division is not None:

@@ -274,11 +274,33 @@ def test_the_users_own_persistent_workers_stay_the_users(kind: Any) -> None:
     assert workers() == []
 
 
-def leave_running(how: str) -> None:
+class FourInAll(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class TensorState(DataLoader[Any]):
+    """A loader with a state of its own that holds a tensor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": torch.zeros(2)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def leave_running(how: str, kind: str = "") -> Any:
     """End this process in some way while a worker of it, which does not listen, is in the middle of a sample."""
-    source = prepare_loader(DataLoader(Broken(stuck=True), batch_size=2, num_workers=2, persistent_workers=True))
+    data: Any = FourInAll() if kind else Broken(stuck=True)
+    loader = TensorState if kind == "stateful" else DataLoader
+    source = prepare_loader(loader(data, batch_size=2, num_workers=2, persistent_workers=not kind))
     batches = iter(source)
     next(batches)
+    if how == "a variable":  # it is cleared after some modules
+        return batches
+    if how == "a garbage collection":  # the last one, at the interpreter's end
+        cycle: list[Any] = [batches]
+        cycle.append(cycle)
+        return None
     sys.kept = batches  # type: ignore[attr-defined]
     if how == "a process of multiprocessing":
         child = multiprocessing.get_context("fork").Process(target=leave_running, args=("",))
@@ -286,22 +308,25 @@ def leave_running(how: str) -> None:
         child.join()
     if how == "an error":
         raise ValueError("on purpose")
+    return None
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["the end of the script", pytest.param("an error", marks=pytest.mark.campaign), "a process of multiprocessing"],
+    ("how", "kind"),
+    [
+        ("the end of the script", ""),
+        pytest.param("an error", "", marks=pytest.mark.campaign),
+        ("a process of multiprocessing", ""),
+        pytest.param("a variable", "stream", marks=pytest.mark.campaign),
+        ("a garbage collection", "stream"),
+        ("a garbage collection", "stateful"),
+    ],
 )
-def test_a_program_ends_though_a_pass_is_held(how: str) -> None:
-    script = f"from tests.data.test_workers import leave_running; leave_running({how!r})"
+def test_a_program_ends_though_a_pass_is_held(how: str, kind: str) -> None:
+    script = f"from tests.data.test_workers import leave_running; kept = leave_running({how!r}, {kind!r})"
     done = run_command([sys.executable, "-c", script], cwd=REPO, env={"PYTHONPATH": str(REPO)})
     assert done.returncode == (how == "an error"), done.stderr
     assert done.stderr.count("Traceback") == (how == "an error")
-
-
-class FourInAll(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
 
 
 @pytest.mark.parametrize("data", [range(4), FourInAll()], ids=["indexed", "iterable"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -40,10 +39,7 @@ def main() -> int:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given_ = parser.parse_args()
     if given_.worker is not None:
-        status = work(given_.seed, given_.count, given_.worker, given_.keep_going)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # torch 2.13 may fail an assertion of its own in the last garbage collection of an interpreter
+        return work(given_.seed, given_.count, given_.worker, given_.keep_going)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         workers = []
