@@ -170,7 +170,7 @@ def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
     tee = Std.ALL if spec.tee is True else dict.fromkeys(spec.tee or (), Std.ALL)
     if tee and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines appear when they are printed
-    return _Logs(str(spec.log_dir), redirects=Std.ALL, tee=tee)
+    return _Logs(os.path.expanduser(spec.log_dir), redirects=Std.ALL, tee=tee)
 
 
 class _Logs(DefaultLogsSpecs):

@@ -121,3 +121,9 @@ def test_torchs_agent_takes_the_steps_in_this_order(tmp_path: Path) -> None:
     assert Path(processes.stderr_of(0)).is_file()
     assert processes.error_file(0).endswith("error.json")
     assert (processes.node, processes.local) == (0, {0: 0})
+
+
+def test_the_home_folder_may_be_short_in_log_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spec = LaunchSpec(1, ("unused",), run_id="job", log_dir=Path("~/logs"))
+    assert Path(logs(spec, "").root_log_dir).parent == tmp_path
