@@ -385,14 +385,15 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
         files, index = parts_of(weights, max_bytes, _NAMES[safe])
         target = folder / (_NAMES[safe] if index is None else f"{_NAMES[safe]}.index.json")
         folder.mkdir(parents=True, exist_ok=True)
-        stem, _, suffix = _NAMES[safe].partition(".")
-        old = [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / _NAMES[safe], folder / f"{_NAMES[safe]}.index.json"]
+        forms = ("{}.{}", "{}-*-of-*.{}", "{}.{}.index.json")
+        patterns = [form.format(*name.split(".")) for name in _NAMES.values() for form in forms]
+        old = [path for pattern in patterns for path in folder.glob(pattern)]
         for file, names in files.items():
             write_object({name: weights[name] for name in names}, folder / file, safe)
         if index is not None:
             with replacing(target) as temporary:
                 temporary.write_bytes(index)
-        for path in old:  # remove other files of an earlier save, which readers would find too
+        for path in old:  # remove other files of an earlier save, of either kind, which readers would find too
             if path.name not in files and path != target:
                 with suppress(FileNotFoundError):
                     path.unlink()
