@@ -175,6 +175,9 @@ class EarlyStopping(Callback):
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self.log_rank_zero_only = log_rank_zero_only
         self.policy = StoppingPolicy(mode, min_delta, patience, check_finite, stopping_threshold, divergence_threshold)
+        self._reset()
+
+    def _reset(self) -> None:
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self.stopped_epoch = 0
@@ -210,6 +213,10 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
         self.stopping_reason_message = state_dict["stopping_reason_message"]
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit" and trainer.global_step == 0:
+            self._reset()  # an earlier run may have used this callback
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Stop a resumed run at once if EarlyStopping had stopped it before, unless `patience` is larger now."""

@@ -83,7 +83,12 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the seconds that were spent in each stage before the restart."""
+        self._start, self._end = {}, {}  # what this object has measured itself is in the restored seconds
         self._before.update({str(stage): float(elapsed_s) for stage, elapsed_s in state_dict["time_elapsed"].items()})
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit" and trainer.global_step == 0:
+            self.load_state_dict({"time_elapsed": dict.fromkeys(_STAGES, 0.0)})  # an earlier run may have used it
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._warned = False

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import instep.callbacks
-from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint, SpikeDetection, Timer
 from instep.callbacks.base import HOOKS
 from instep.checkpoint import KeepNewest
+from tests.callbacks.fakes import FakeTrainer
 from tests.helpers.spawn import HANG_S
 
 NOTHING: list[str] = []
@@ -131,3 +132,21 @@ def test_importing_the_packages_loads_nothing_slow():
         "assert not {'rich', 'tensorboard', 'wandb'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
+
+
+@pytest.mark.parametrize(
+    ("callback", "left"),
+    [
+        (EarlyStopping("val"), {"best_score": 0.5, "wait_count": 2, "stopping_reason": 3, "stopped_epoch": 4}),
+        (SpikeDetection(), {"means": [0.5], "judged": 9}),
+        (Timer({"seconds": 10}), {"time_elapsed": {"train": 7.0, "validate": 1.0, "test": 0.0}}),
+    ],
+    ids=["stopping", "spikes", "timer"],
+)
+def test_a_callback_that_an_earlier_run_has_used_begins_anew_in_a_new_run(callback, left):
+    new = callback.state_dict()
+    callback.load_state_dict({**new, **left})
+    callback.setup(FakeTrainer(global_step=8), None, "fit")
+    assert callback.state_dict() == {**new, **left}
+    callback.setup(FakeTrainer(), None, "fit")
+    assert callback.state_dict() == new

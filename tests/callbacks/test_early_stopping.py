@@ -201,7 +201,7 @@ def test_state_survives_and_options_are_those_of_the_new_run():
     resumed = EarlyStopping("loss", patience=2)
     resumed.load_state_dict(state)
     assert resumed.wait_count == 1
-    trainer = run(resumed, [1.5])
+    trainer = run(resumed, [1.5], global_step=2)
     assert resumed.stopping_reason is EXHAUSTED
     assert len(trainer.triggers) == 1
     assert resumed.state_key == callback.state_key != EarlyStopping("loss", mode="max").state_key

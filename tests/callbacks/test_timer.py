@@ -100,6 +100,10 @@ def test_a_resumed_timer_counts_the_seconds_of_earlier_runs(clock):
     clock.now += 1000
     resumed.on_train_start(trainer, None)
     assert resumed.time_elapsed() == 7
+    resumed.on_train_end(trainer, None)
+    resumed.load_state_dict(state)
+    assert resumed.time_elapsed() == 7
+    resumed.on_train_start(trainer, None)
     clock.now += 3
     assert step(resumed, trainer) == 1
 

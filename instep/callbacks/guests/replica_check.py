@@ -41,7 +41,6 @@ class ReplicaCheck(Callback):
         self.every_n_steps = at_least(1)("every_n_steps", every_n_steps)
         self.buffers = buffers
         self.on_difference = choice("stop", "warn")("on_difference", on_difference)
-        self._checked_step = 0
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.strategy.replicas_diverge:
@@ -49,6 +48,7 @@ class ReplicaCheck(Callback):
                 "ReplicaCheck compares replicas after every so many steps, but this strategy trains them apart (local "
                 "SGD): leave the callback out."
             )
+        self._checked_step = 0
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int

@@ -107,6 +107,9 @@ class SpikeDetection(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._waiting, self._older, self._error = [], 0, None
+        if stage == "fit" and trainer.global_step == 0:  # an earlier run may have used this callback
+            self.bad_batches = []
+            self.load_state_dict({"means": [], "judged": 0})
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._at_once = trainer.world_size == 1 and module.device.type == "cpu"
