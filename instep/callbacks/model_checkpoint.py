@@ -36,7 +36,7 @@ def _check_template(name: str, value: Any) -> None:
     """Check that a file name template, filled with any metrics, is a valid folder name."""
     expected = 'a template such as "{epoch}-{val_loss:.2f}"'
     try:
-        folder = format_name(value, {}, True)
+        folder = format_name(value, {"epoch": 0, "step": 0}, True, missing=0.0)  # a logged metric is a float
         names.base_name(0, folder)
     except (TypeError, ValueError) as error:  # also catches SettingError, which is a ValueError
         raise wrong(name, value, f"{expected} ({error})") from None
@@ -679,13 +679,14 @@ def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: 
     return keep
 
 
-def format_name(template: str, values: dict[str, Any], insert_names: bool) -> str:
+def format_name(template: str, values: dict[str, Any], insert_names: bool, missing: float = 0) -> str:
     """Fill in the metrics of a filename template.
 
     Args:
-        template: text with `{metric}` or `{metric:format}`; a metric that was not logged counts as 0.
+        template: text with `{metric}` or `{metric:format}`; a metric that was not logged counts as `missing`.
         values: metrics, `epoch` and `step`.
         insert_names: put "metric=" before each value.
+        missing: value of a metric that was not logged.
 
     Example:
         >>> format_name("{epoch}-{val/loss:.2f}", {"epoch": 3, "val/loss": 0.256}, True)
@@ -694,7 +695,7 @@ def format_name(template: str, values: dict[str, Any], insert_names: bool) -> st
 
     def fill(match: re.Match[str]) -> str:
         name, spec = match[1], match[2] or ""
-        text = format(values.get(name, 0), spec)
+        text = format(values.get(name, missing), spec)
         return f"{name}={text}" if insert_names else text
 
     return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, template).replace("/", "_")
