@@ -6,8 +6,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -187,21 +185,23 @@ class TQDMProgressBar(ProgressBar):
         bar.initial = 0
         bar.set_description(description)
 
-    def _due(self, bar: Tqdm | None, done: int) -> bool:
-        return bar is not None and self.is_enabled and (done % self.refresh_rate == 0 or done == bar.total)
-
-    def _move(self, bar: Tqdm, done: int, metrics: Callable[[], dict[str, Any]] | None = None) -> None:
-        """Set a bar's counter, and draw the bar with new metrics if a refresh is due.
+    def _move(self, bar: Tqdm | None, done: int, *shown: Any) -> None:
+        """Set a bar's counter every `refresh_rate` batches, and draw the bar with new metrics if a refresh is due.
 
         If a subclass overrides `get_metrics`, the method is called each time, as in Lightning.
+
+        Args:
+            bar: the bar.
+            done: number of batches that are done.
+            *shown: the arguments of `get_metrics`; without them, the bar shows no metrics.
         """
-        if bar.disable:
+        if bar is None or bar.disable or self.is_disabled or (done % self.refresh_rate and done != bar.total):
             return
         bar.n = done
         now_s = time.monotonic()
         draws = done == bar.total or now_s - getattr(bar, "drawn_s", 0.0) >= bar.mininterval
-        if metrics is not None and (draws or type(self).get_metrics is not ProgressBar.get_metrics):
-            bar.set_postfix(_clean_names(metrics()), refresh=False)
+        if shown and (draws or type(self).get_metrics is not ProgressBar.get_metrics):
+            bar.set_postfix(_clean_names(self.get_metrics(*shown)), refresh=False)
         if draws:
             bar.drawn_s = now_s
             bar.refresh()
@@ -225,9 +225,7 @@ class TQDMProgressBar(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        bar = self._train_progress_bar
-        if bar is not None and self._due(bar, batch_idx + 1):
-            self._move(bar, batch_idx + 1, partial(self.get_metrics, trainer, module))
+        self._move(self._train_progress_bar, batch_idx + 1, trainer, module)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not self.train_progress_bar.disable:
@@ -255,8 +253,7 @@ class TQDMProgressBar(ProgressBar):
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self._due(self._val_progress_bar, batch_idx + 1):
-            self._move(self.val_progress_bar, batch_idx + 1)
+        self._move(self._val_progress_bar, batch_idx + 1)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.val_progress_bar.close()
@@ -277,8 +274,7 @@ class TQDMProgressBar(ProgressBar):
     def on_test_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self._due(self._test_progress_bar, batch_idx + 1):
-            self._move(self.test_progress_bar, batch_idx + 1)
+        self._move(self._test_progress_bar, batch_idx + 1)
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.test_progress_bar.close()
@@ -297,8 +293,7 @@ class TQDMProgressBar(ProgressBar):
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self._due(self._predict_progress_bar, batch_idx + 1):
-            self._move(self.predict_progress_bar, batch_idx + 1)
+        self._move(self._predict_progress_bar, batch_idx + 1)
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.predict_progress_bar.close()

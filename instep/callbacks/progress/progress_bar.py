@@ -125,10 +125,11 @@ class ProgressBar(Callback):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Number of training batches in an epoch."""
+        """Number of training batches in an epoch, or up to `max_steps` if nothing else limits the run."""
         trainer = self.trainer
         if trainer.max_epochs == -1 and trainer.max_steps is not None and trainer.max_steps > 0:
-            return min(trainer.num_training_batches, trainer.max_steps - trainer.global_step)
+            left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+            return min(trainer.num_training_batches, trainer.position.window_batch + left)
         return trainer.num_training_batches
 
     @property

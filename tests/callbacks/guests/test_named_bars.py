@@ -194,6 +194,26 @@ def test_the_rich_bar_shows_tasks_columns_and_the_users_texts(tmp_path: Path):
         RichProgressBar(theme="dark")  # type: ignore[arg-type]
 
 
+def test_max_steps_limits_the_number_of_batches_which_stays_the_same_within_an_epoch(tmp_path: Path):
+    seen: list[Any] = []
+
+    class Counting(ProgressBar):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((batch_idx + 1, self.total_train_batches))
+
+    trainer = Trainer(
+        max_steps=5,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        callbacks=Counting(),
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Net(), torch.utils.data.DataLoader(Plain(8), batch_size=1))
+    assert seen == [*((number, 8) for number in range(1, 9)), (1, 2), (2, 2)]
+
+
 def test_a_bar_of_ones_own(tmp_path: Path):
     seen: list[Any] = []
 
