@@ -291,7 +291,8 @@ class LiveProgressBar(ProgressBar, default=True):
     def _note_best(self, trainer: Trainer, module: TrainModule) -> None:
         self._best.update(self.get_metrics(trainer, module))
         for callback in trainer.callbacks:
-            if (score := getattr(callback, "best_model_score", None)) is not None:  # also from before a resume
+            # ModelCheckpoint's best score or EarlyStopping's, also from before a resume
+            if (score := getattr(callback, "best_model_score", getattr(callback, "best_score", None))) is not None:
                 self._best.update(showable({str(getattr(callback, "monitor", "")): score}))
 
     def _speed(self, stage: str) -> Speed:

@@ -460,7 +460,8 @@ def test_wrong_refresh_rates_of_the_bar_are_named():
             LiveProgressBar(**{option: 0})
 
 
-def test_the_bar_shows_samples_per_second_mfu_and_the_best_values(monkeypatch, tmp_path):
+@pytest.mark.parametrize("both", [(EarlyStopping, ModelCheckpoint), (EarlyStopping,)], ids=["both", "stopping"])
+def test_the_bar_shows_samples_per_second_mfu_and_the_best_values(both, monkeypatch, tmp_path):
     """Samples/s by the loader, MFU by a throughput monitor, the best by what the checkpoints monitor, the loss."""
     pipe = no_terminal(monkeypatch)
 
@@ -491,7 +492,6 @@ def test_the_bar_shows_samples_per_second_mfu_and_the_best_values(monkeypatch, t
         )
         trainer.fit(Rated(), data, data, **resume)
 
-    both = EarlyStopping, ModelCheckpoint
     fit(2)
     last = views[-1]
     assert last.best["quality"] == 0.5
