@@ -262,7 +262,7 @@ class LearningRateFinder(Callback):
         """Train one step with each rate, and return the results; return None if the run was interrupted."""
         rates, threshold = self._rates, self._early_stop_threshold
         found = LRFinder(rates.mode, rates.first, rates.last, rates.count)
-        mean = best = 0.0
+        mean, best = 0.0, math.inf
         for index in range(rates.count):
             rate = rates.at(index)
             for group in groups:
@@ -280,12 +280,10 @@ class LearningRateFinder(Callback):
                 mean = _BETA * mean + (1 - _BETA) * loss
                 smoothed = mean / (1 - _BETA ** (index + 2))
             found.results["loss"].append(smoothed)
-            diverges = threshold is not None and (math.isinf(smoothed) or (index > 0 and smoothed > threshold * best))
-            if diverges:
+            if threshold is not None and (math.isinf(smoothed) or smoothed > threshold * best):
                 log.info("LR finder stopped early after %d steps due to diverging loss.", index + 1)
                 break
-            if index == 0 or smoothed < best:
-                best = smoothed
+            best = min(best, smoothed)  # if `smoothed` is nan, `best` does not change
         return found
 
     # ---- state

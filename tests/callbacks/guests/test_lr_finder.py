@@ -37,6 +37,13 @@ def run(find: str, lr: float = 0.1, **settings: Any) -> tuple[dict[str, Any], fl
     return result, module.hparams.lr, finder
 
 
+def test_the_search_stops_early_though_the_first_step_had_no_loss():
+    losses = iter([math.nan, 1.0, 1.0, 1e6])
+    found = LearningRateFinder()._try(lambda: next(losses), [{"lr": 0.1}])
+    assert found is not None
+    assert len(found.results["loss"]) == 4
+
+
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}], ids=["", "bf16"])
 def test_training_after_it_is_as_without_it(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
