@@ -64,6 +64,8 @@ class BaseFinetuning(Callback):
         False
     """
 
+    runs_first = True  # so that other callbacks see an epoch's rates and frozen layers at its start
+
     def __init__(self) -> None:
         self._internal_optimizer_metadata: dict[int, list[dict[str, Any]]] = {}
         """Optimizer's index -> its parameter groups after the last `finetune_function`, with names of parameters."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from instep import Resume, Trainer, TrainModule
-from instep.callbacks import BackboneFinetuning, BaseFinetuning, Callback
+from instep.callbacks import BackboneFinetuning, BaseFinetuning, Callback, LearningRateMonitor
 from instep.errors import CheckpointError, HookError, Preempted, SettingError
 from instep.strategies import DDPStrategy
 from tests.helpers.spawn import run_ranks
@@ -239,3 +239,11 @@ def test_ranks_average_the_gradients_of_what_joins(tmp_path: Path) -> None:
             torch.testing.assert_close(first[name][key], value, atol=1e-6, rtol=1e-5)
     for name in ("ddp", "bf16"):
         assert_same(first[name], first[f"whole-{name}"])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_monitor_sees_the_rates_of_the_epoch_at_any_place_in_the_list(order: int) -> None:
+    monitor = LearningRateMonitor("epoch")
+    callbacks = [monitor, BackboneFinetuning(1)][::order]
+    quiet(max_epochs=3, logger="csv", callbacks=callbacks).fit(Tuned(), loader())
+    assert monitor.lrs["lr-SGD/pg2"] == pytest.approx([0.001, 0.002])
