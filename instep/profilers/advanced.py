@@ -54,6 +54,12 @@ class AdvancedProfiler(Profiler):
         self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
         self.profiled_actions: dict[str, cProfile.Profile] = {}
         self._open: list[str] = []
+        self._around = 0  # number of actions that were open when the run began
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
+        """Begin a run."""
+        self._around = len(self._open)
+        super().setup(stage, local_rank, log_dir)
 
     def start(self, action_name: str) -> None:
         """Start recording into this action, and stop recording into the action around it."""
@@ -68,9 +74,7 @@ class AdvancedProfiler(Profiler):
             message = f"Attempting to stop recording an action ({action_name}) which was never started."
             raise SettingError(message, field="action_name", got=action_name)
         self.profiled_actions[self._open[-1]].disable()
-        self._open.reverse()
-        self._open.remove(action_name)
-        self._open.reverse()
+        del self._open[len(self._open) - 1 - self._open[::-1].index(action_name)]
         if self._open:
             self.profiled_actions[self._open[-1]].enable()
 
@@ -91,11 +95,13 @@ class AdvancedProfiler(Profiler):
         return "\n".join(texts) if self.profiled_actions else ""
 
     def teardown(self, stage: str | None) -> None:
-        """End a run, and drop the recordings of the run."""
+        """End a run, and drop its recordings; an action around the run goes on."""
         for name in reversed(self._open):
             self.profiled_actions[name].disable()
-        self._open.clear()
-        self.profiled_actions.clear()
+        del self._open[self._around :]
+        self.profiled_actions = {name: self.profiled_actions[name] for name in self._open}
+        if self._open:
+            self.profiled_actions[self._open[-1]].enable()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "profiled_actions": {}, "_open": []}  # cProfile cannot copy recordings

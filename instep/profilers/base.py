@@ -6,7 +6,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,16 +93,7 @@ class Profiler(ABC):
 
     def wrap(self, action_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls `function` and measures each call."""
-
-        @wraps(function)
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            self.start(action_name)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.stop(action_name)
-
-        return measured
+        return self._measured(action_name)(function)
 
     def batches(self, action_name: str, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches, and measure the waiting time before each batch."""

@@ -100,6 +100,19 @@ def test_actions_are_started_before_they_stop() -> None:
             profiler.stop("b")
 
 
+@pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler])
+def test_an_action_around_a_run_goes_on_after_the_run(kind: Any) -> None:
+    profiler = kind()
+    with profiler.profile("around"):
+        profiler.setup("fit")
+        profiler.start("left open")
+        profiler.teardown("fit")
+        with profiler.profile("left open"):
+            pass
+    assert "around" in profiler.summary()
+    profiler.teardown(None)
+
+
 def test_advanced_counts_functions_in_the_innermost_action(tmp_path: Path) -> None:
     profiler = AdvancedProfiler(dirpath=tmp_path, filename="advanced", line_count_restriction=5, dump_stats=True)
     with profiler.profile("outer"):
