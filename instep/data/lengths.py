@@ -171,8 +171,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         ids = torch.full((self.size,), self.padding, dtype=torch.int64)
         positions, numbers = torch.zeros_like(ids), torch.zeros_like(ids)
         at = 0
-        for number, sequence in enumerate(self.windows[index], start=1):
-            tokens = torch.as_tensor(self.dataset[sequence], dtype=torch.int64)
+        # A stream leaves out sequences that cannot be read, if its user chose that.
+        read = getattr(self.dataset, "_instep_readable", lambda indices: [self.dataset[each] for each in indices])
+        for number, tokens in enumerate(map(torch.as_tensor, read(self.windows[index])), start=1):
             end = at + len(tokens)
             ids[at:end], positions[at:end], numbers[at:end] = tokens, torch.arange(len(tokens)), number
             at = end

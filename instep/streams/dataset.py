@@ -64,7 +64,8 @@ class StreamDataset(Dataset[Any]):
             needed for `bucket` and for the attribute `lengths`.
         on_bad_sample: "raise": a record that cannot be read or decoded raises a DataError that names the file and the
             place. "skip": the record is left out of its batch. No other sample takes its place, so every other sample
-            still counts once; the smaller batch has the same weight in the mean over ranks as the full one.
+            still counts once; the smaller batch has the same weight in the mean over ranks as the full one. In a
+            `PackedStream` the record is left out of its window.
             `left_out()` returns which samples were left out.
         format: format of all files: "jsonl", "parquet", "arrow", "tar" or "text"; None: by their suffix.
         cache: folder for indices and copies; None: `$XDG_CACHE_HOME/instep/streams`, or `~/.cache/instep/streams`.
@@ -151,11 +152,17 @@ class StreamDataset(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return self._samples([index], skip=False)[0]
+        return self._instep_readable([index], skip=False)[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of a batch, in the order of the indices; records are read in the order of their files."""
-        return self._samples(indices, skip=self.on_bad_sample == "skip")
+        found = self._instep_readable(indices)
+        if len(indices) and not found:
+            raise DataError(
+                f"none of the {len(indices)} samples of a batch can be read, such as "
+                f"{self.describe_sample(indices[0])}. Look at the file"
+            )
+        return found
 
     def _checked(self, indices: Sequence[int]) -> Array:
         places = np.asarray(indices, dtype=np.int64)
@@ -165,7 +172,8 @@ class StreamDataset(Dataset[Any]):
             raise IndexError(f"sample {indices[int(outside.argmax())]} of a stream of {self._length}")
         return places
 
-    def _samples(self, indices: Sequence[int], skip: bool) -> list[Any]:
+    def _instep_readable(self, indices: Sequence[int], skip: bool = True) -> list[Any]:
+        """Return the samples of a batch, perhaps none, if `skip` and the user allow to leave out those that are bad."""
         found: list[Any] = [None] * len(indices)
         bad: set[int] = set()
         for places, records in self._records(self._checked(indices)):
@@ -176,15 +184,10 @@ class StreamDataset(Dataset[Any]):
                     found[place] = record if self.decode is None else self.decode(record)
                 except Exception as error:  # noqa: BLE001  a user's decode may raise anything
                     wrong_one = self._bad(indices[place], error)
-                    if not skip:
+                    if not skip or self.on_bad_sample == "raise":
                         raise wrong_one from (None if isinstance(error, BadRecord) else error)
                     bad.add(place)
                     self._leave_out(indices[place], wrong_one)
-        if bad and len(bad) == len(indices):
-            raise DataError(
-                f"none of the {len(indices)} samples of a batch can be read, such as "
-                f"{self.describe_sample(indices[0])}. Look at the file"
-            )
         return [sample for place, sample in enumerate(found) if place not in bad] if bad else found
 
     def _records(self, indices: Array) -> Iterator[tuple[list[int], list[Any]]]:
@@ -271,15 +274,15 @@ class StreamDataset(Dataset[Any]):
         return np.concatenate(parts)
 
     def _all(self, shard: int) -> Iterator[Any]:
-        """Yield all records of a file; for a table, only with the column of the length."""
+        """Yield all records of a file, for a table with the column of the length only; a bad one has the length 0."""
         count = int(self.counts[shard])
         with closing(self._index.open(self.shards[shard], count, Kept(0), [str(self.length)])) as reader:
             for start in range(0, count, 1024):
                 rows = range(start, min(start + 1024, count))
                 for row, record in zip(rows, reader.read(rows), strict=True):
-                    if isinstance(record, BadRecord):
+                    if isinstance(record, BadRecord) and self.on_bad_sample == "raise":
                         raise self._bad(int(self._ends[shard] - count) + row, record)
-                    yield record
+                    yield {self.length: 0} if isinstance(record, BadRecord) else record
 
     # ---- methods that instep's loader calls on a data set with its own order
 

@@ -55,13 +55,9 @@ def _note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumula
     line = {"step": step, "epoch": epoch, "batch": batch, "accumulate": accumulate, **_division(folder, source, batch)}
     path = folder / NAME
     lines = _lines(path)
-    if lines and not _follows(lines[-1], line):
-        lines.append(line)
-    elif not lines:
-        lines = [line]
-    else:
+    if lines and _follows(lines[-1], line):
         return
-    replace(path, "".join(json.dumps(each) + "\n" for each in lines).encode())
+    replace(path, "".join(json.dumps(each) + "\n" for each in [*lines, line]).encode())
 
 
 def _division(folder: Path, source: Any, batch: int) -> dict[str, Any]:

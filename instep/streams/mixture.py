@@ -107,11 +107,13 @@ class StreamMixture(Dataset[Any]):
         for source, group in groupby(order, key=lambda place: pairs[place][0]):
             mine = list(group)
             dataset, own = self.datasets[source], [pairs[place][1] for place in mine]
-            many = getattr(dataset, "__getitems__", None)
+            many = getattr(dataset, "_instep_readable", getattr(dataset, "__getitems__", None))
             samples = [dataset[index] for index in own] if many is None else many(own)
             # A source that leaves out bad samples returns fewer samples than indices. Its later samples then move up to
             # the places of earlier ones, which changes only their order in the batch.
             found += zip(mine, samples, strict=False)
+        if pairs and not found:
+            self.datasets[pairs[0][0]].__getitems__([pairs[0][1]])  # raises: no sample of the batch can be read
         return [sample for _, sample in sorted(found, key=lambda each: each[0])]
 
     def _pair(self, index: Any) -> tuple[int, int]:

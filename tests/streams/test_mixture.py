@@ -85,6 +85,24 @@ def test_packed_windows_hold_each_sequence_once_and_resume(tmp_path: Path) -> No
         packed.__class__.__getitem__ = original
 
 
+def test_a_bad_sample_is_left_out_of_a_mixture_a_window_and_a_bucket(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path, "jsonl", [40])
+    path.write_text(path.read_text().replace('"n": 6,', '"n": 6;'))
+    options: dict[str, Any] = {"on_bad_sample": "skip", "cache": tmp_path, "length": "ids", "bucket": 4}
+    stream = StreamDataset(path, lambda record: record["ids"], **options)
+    assert sorted(stream._instep_order_of(True, 0, 0, 0)) == list(range(40))
+    windows = PackedStream(stream, size=8)
+    options["bucket"] = 0
+    mixture = StreamMixture([StreamDataset(path, number, **options), [100, 101]], [1, 1])
+    with pytest.warns(UserWarning, match="it was left out"):
+        assert mixture.__getitems__([(0, 6), (1, 0), (1, 1)]) == [100, 101]
+    with pytest.warns(UserWarning, match="it was left out"):
+        found = [windows[index]["sequence_ids"] for index in range(len(windows))]
+    assert sum(int(ids.bool().sum()) for ids in found) == sum(n % 5 for n in range(40) if n != 6)
+    with pytest.raises(DataError, match=r"none of the 1 samples of a batch can be read, such as .*record 6"):
+        mixture.__getitems__([(0, 6), (0, 6)])
+
+
 def test_buckets_have_sequences_of_about_the_same_length(tmp_path: Path) -> None:
     write_shards(tmp_path, "jsonl", [120, 90])
     stream = StreamDataset(tmp_path / "*.jsonl", number, window=84, length="text", bucket=12, cache=tmp_path)
