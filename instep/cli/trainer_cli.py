@@ -221,7 +221,7 @@ class TrainerCLI:
             report_failures()  # called early, to report errors in the user's constructors too
         words: Any = sys.argv[1:] if args is None else args
         self.setup_parser(run, dict(parser_kwargs or {}), words)
-        import_named(words, str(self.parser.env_prefix))
+        import_named(words, (self.parser, *self._parsers.values()))
         self.parse_arguments(self.parser, words)
         self.subcommand: str | None = self.config["subcommand"] if run else None
         self._of_checkpoint: dict[str, Any] = {}
@@ -439,9 +439,7 @@ class TrainerCLI:
 
     def _config_folders(self) -> list[Path]:
         """List the folders of the `--config` files, the last one first; a file saved by a run is in its run folder."""
-        given = [*(self.config.get("config") or ())]
-        if self.subcommand is not None:
-            given += self._get(self.config, "config") or ()
+        given = [*(self.config.get("config") or ()), *(self._get(self.config, "config") or ())]
         return [Path(file.absolute).parent for file in reversed(given) if hasattr(file, "absolute")]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -537,8 +535,7 @@ class TrainerCLI:
 
     def _arguments_of(self, name: str) -> dict[str, Any]:
         given = {key: self._get(self.config_init, key) for key in self._method_arguments[name]}
-        data = {} if self.datamodule is None else {"datamodule": self.datamodule}
-        return {**given, "model": self.model, **data}
+        return {**given, "model": self.model, **({} if self.datamodule is None else {"datamodule": self.datamodule})}
 
     def _parser(self) -> TrainerArgumentParser:
         return self.parser if self.subcommand is None else self._parsers[self.subcommand]

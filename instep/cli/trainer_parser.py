@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -39,7 +40,7 @@ from instep.utils.warn import warn_user
 
 AUTOMATIC = "AUTOMATIC"
 ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, profilers, strategies)
-_FILES = (".yaml", ".yml", ".json")
+_NAMED_FILE = re.compile(r"[^\s'\"\[\]{},]+\.(?:ya?ml|json)\b")
 _LONG = 200
 # Matches lines in jsonargparse's errors that do not help a user.
 _NOISE = re.compile(
@@ -397,22 +398,28 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f" It is of another package: {other}." if other else ""
 
 
-def import_named(args: Any, env_prefix: str) -> None:
+def import_named(args: Any, parsers: Sequence[ArgumentParser]) -> None:
     """Import the callbacks, loggers, profilers and strategies that are named without their package.
 
     jsonargparse finds a class by its bare name only if the class is imported, and importing all of them takes seconds.
 
     Args:
-        args: words of the command line, whose configuration files are read too; or a configuration.
-        env_prefix: the values of environment variables whose names begin with it are searched too.
+        args: words of the command line, or a configuration. Configuration files among the words are read too, and the
+            files that these name.
+        parsers: the parsers, whose environment variables and default configuration files are read too; the first one
+            has the prefix of the variables.
     """
-    texts = [str(args), *(value for name, value in os.environ.items() if name.startswith(f"{env_prefix}_"))]
-    if not isinstance(args, Mapping) and not hasattr(args, "as_dict"):
-        paths = [Path(word.partition("=")[2] if word.startswith("-") else word) for word in args]
-        for path in paths:
-            # errors are ignored here, since the parser reports them later; ValueError: a word has a NUL character
-            with suppress(SettingError, ValueError):
-                texts += [read_text(path)] if path.suffix in _FILES and path.is_file() else []
+    environ = [value for name, value in os.environ.items() if name.startswith(f"{parsers[0].env_prefix}_")]
+    texts = [str(args), *environ]
+    words = [] if isinstance(args, Mapping) or hasattr(args, "as_dict") else args
+    given = [word.partition("=")[2] if word.startswith("-") else word for word in (*words, *environ)]
+    patterns = [os.path.expanduser(pattern) for parser in parsers for pattern in parser.default_config_files]
+    given += [file for pattern in patterns for file in glob.glob(pattern)]
+    files = [Path(name) for name in given if _NAMED_FILE.search(name)]
+    for path in files:  # the list grows during the loop
+        with suppress(SettingError):  # the parser reports errors later
+            texts.append(read_text(path))
+            files += {path.parent / name for name in _NAMED_FILE.findall(texts[-1])}.difference(files)
     words = set(re.findall(r"\w+", " ".join(texts)))
     for room in ROOMS:
         for name in words.intersection(room.__all__):

@@ -73,14 +73,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(trial: LoaderTrial, chosen: bool) -> tuple[Any, ...]:
-    ahead = "" if trial.prefetch_factor is None else trial.prefetch_factor
-    speed = f"{trial.batches_per_s:.1f}"
     return (
         trial.num_workers,
-        ahead,
+        "" if trial.prefetch_factor is None else trial.prefetch_factor,
         "yes" if trial.pin_memory else "no",
         f"{trial.first_batch_s:.2f}",
-        speed,
+        f"{trial.batches_per_s:.1f}",
         "<" * chosen,
     )
 

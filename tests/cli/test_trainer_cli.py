@@ -16,6 +16,7 @@ from torch import nn
 from instep import Trainer
 from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.cli import SaveConfigCallback, TrainerArgumentParser, TrainerCLI, instantiate_class
+from instep.cli.trainer_parser import import_named
 from instep.errors import CheckpointError, HookError, SettingError, UsageError
 from instep.utils.rebuild import build_configured
 from tests.cli.configured import (
@@ -516,6 +517,28 @@ def test_what_is_needed_and_what_the_trainer_refuses(
     with pytest.raises(SystemExit):
         TrainerCLI(args=["fit"])
     assert capsys.readouterr().err == "", "rank 0 says it"
+
+
+def test_a_class_named_without_its_package_is_found_in_each_file_that_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Room:
+        __all__ = ("Given", "Inner", "Variable", "Default", "Absent")
+
+        def __getattr__(self, name: str) -> None:
+            imported.add(name)
+
+    imported: set[str] = set()
+    monkeypatch.setattr("instep.cli.trainer_parser.ROOMS", (Room(),))
+    (folder / "of the run").mkdir()
+    (folder / "of the run/run.yaml").write_text("trainer: {logger: Given, callbacks: inner.yml}\nother: run.yaml\n")
+    (folder / "of the run/inner.yml").write_text("- class_path: Inner\n")
+    (folder / "variable.json").write_text('{"class_path": "Variable"}')
+    (folder / "default.yaml").write_text("class_path: Default\n")
+    monkeypatch.setenv("INSTEP_FIT__CONFIG", "variable.json")
+    parsers = (TrainerArgumentParser(), TrainerArgumentParser(default_config_files=["def*.yaml"]))
+    import_named(["fit", "--config=of the run/run.yaml", "-c", "absent.yaml"], parsers)
+    assert imported == {"Given", "Inner", "Variable", "Default"}
 
 
 def test_print_config_and_help(capsys: pytest.CaptureFixture[str]) -> None:
