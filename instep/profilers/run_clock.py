@@ -48,6 +48,7 @@ class RunSummary:
         best_checkpoint: path of the best checkpoint, or without a `monitor` of the newest; None if there is none.
         best_score: score of this checkpoint.
         monitor: name of the metric that is the score.
+        mode: "min" or "max": which value of this metric is the best.
         metrics: last logged values, by name.
         recompiles: how often torch compiled a function again, if the module is compiled.
         recompile_reason: torch's reason for the first time that it compiled again; "" if there is none.
@@ -66,6 +67,7 @@ class RunSummary:
     best_checkpoint: str | None = None
     best_score: float | None = None
     monitor: str | None = None
+    mode: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     recompiles: int = 0
     recompile_reason: str = ""
@@ -75,12 +77,8 @@ class RunSummary:
         return asdict(self)
 
     def __str__(self) -> str:
-        shown = [
-            (_SHOWN.get(name, name), s / self.wall_s)
-            for name, s in self.time_s.items()
-            if self.wall_s and s / self.wall_s >= 0.005
-        ]
-        shown.sort(key=lambda part: -part[1])
+        shares = [(_SHOWN.get(name, name), s / self.wall_s) for name, s in self.time_s.items() if self.wall_s]
+        shown = sorted((part for part in shares if part[1] >= 0.005), key=lambda part: -part[1])
         lines = [f"{self.steps:,} steps in {duration(self.wall_s)}"]
         if shown:
             lines[0] += f": {', '.join(f'{name} {share:.0%}' for name, share in shown)}"

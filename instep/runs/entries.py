@@ -79,6 +79,7 @@ class Entry:
         ends: last and best values of each metric, by name.
         monitor: metric by which the run's checkpoints were ranked; "" if there is none.
         name: name of the run in lists (`instep.runs.naming`).
+        mode: "min" or "max": which value of `monitor` is the best; "" if unknown.
     """
 
     run: Run
@@ -86,6 +87,7 @@ class Entry:
     ends: dict[str, Ends]
     monitor: str = ""
     name: str = field(default="", compare=False)
+    mode: str = ""
 
     @property
     def bad(self) -> str:
@@ -166,7 +168,7 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
         ...     sorted((entry.name, entry.ends["loss"].least) for entry in read_entries(folder))
         [('lr=0.1', 0.1), ('lr=0.2', 0.2)]
     """
-    root = Path(folder).absolute()
+    root = Path(os.path.abspath(folder))
     if not root.is_dir():
         raise UsageError(f"{folder} is no folder: give a run folder, or one that has runs in it")
     index = _index_of(root)
@@ -198,7 +200,7 @@ def without_metrics(runs: Sequence[Run]) -> list[Entry]:
 
 def params_of(run: Run) -> dict[str, Plain]:
     """Return a run's hyperparameters in one level; if it has none, return the options of its command."""
-    return flatten(run.hparams) or options_of(run.status.said.get("command"))
+    return flatten(run.hparams) or flatten(options_of(run.status.said.get("command")))
 
 
 def at_path(path: str) -> list[Entry]:
@@ -212,7 +214,7 @@ def at_path(path: str) -> list[Entry]:
     Raises:
         UsageError: there is neither a folder nor a run of that name.
     """
-    folder = Path(path).absolute()
+    folder = Path(os.path.abspath(path))
     if not folder.is_dir():
         return _named(path)
     if next(below(folder, 0), None) is None:
@@ -242,7 +244,7 @@ def find_one(word: str) -> Entry:
     Raises:
         UsageError: no run, or several runs, have this folder or name.
     """
-    found, folder = at_path(word), Path(word).absolute()
+    found, folder = at_path(word), Path(os.path.abspath(word))
     if folder.is_dir():
         # Keep only the run of this folder itself, and not the runs in folders below it.
         found = [entry for entry in found if entry.run.folder == folder]
@@ -258,10 +260,9 @@ def find_one(word: str) -> Entry:
 
 def _read(run: Run) -> Entry:
     summary = run.status.said.get("summary")
-    monitor = summary.get("monitor") if isinstance(summary, dict) else None
-    curves = MetricsReader(run.folder, None, 4).read().curves
-    ends = {name: ends_of(curve) for name, curve in curves.items()}
-    return Entry(run, params_of(run), ends, monitor if isinstance(monitor, str) else "")
+    monitor, mode = (str(summary.get(key) or "") if isinstance(summary, dict) else "" for key in ("monitor", "mode"))
+    ends = {name: ends_of(curve) for name, curve in MetricsReader(run.folder, None, 4).read().curves.items()}
+    return Entry(run, params_of(run), ends, monitor, mode=mode)
 
 
 def ends_of(curve: Curve) -> Ends:
@@ -311,10 +312,9 @@ def _row(entry: Entry) -> list[Any] | None:
     if len(entry.ends) > _MOST_METRICS or size > _MOST_PARAMS_BYTES:
         return None
     said = {key: status.said[key] for key in _KEPT if key in status.said}
-    params = {name: _number(value) if isinstance(value, float) else value for name, value in entry.params.items()}
     ends = {name: [_number(value) for value in astuple(ends)] for name, ends in entry.ends.items()}
     told = [status.state, status.cause, status.step, status.epoch, {str(k): v for k, v in status.by_rank.items()}, said]
-    row = [[list(each) for each in run.stamp], told, asdict(run.label), params, ends, entry.monitor]
+    row = [[list(each) for each in run.stamp], told, asdict(run.label), entry.params, ends, entry.monitor, entry.mode]
     # Convert the row to the form that it has when it is read from the file, so that rows can be compared.
     return json.loads(json.dumps(row))
 
@@ -326,16 +326,16 @@ def _number(value: float) -> Any:
 def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
     """Return a run from the index; None if the run has changed, or the index entry is not valid."""
     try:
-        seen, (state, cause, step, epoch, by_rank, said), label, params, ends, monitor = row
+        seen, (state, cause, step, epoch, by_rank, said), label, params, ends, monitor, mode = row
         if seen != [list(each) for each in stamp] or state not in STATES:
             return None
-        _check([cause, monitor, *params, *ends], str)
+        _check([cause, monitor, mode, *params, *ends], str)
         _check([number for number in (step, epoch) if number is not None], int)
         _check(params.values(), (bool, int, float, str))
         status = RunStatus(state, cause, {int(k): str(v) for k, v in by_rank.items()}, step, epoch, dict(said))
         run = Run(path_below(folder, root), folder, status, updated(stamp), stamp)
         run.__dict__["label"] = label_of(label)  # set the cached property, so that the label is not read from its file
-        return Entry(run, params, {name: _ends(*of) for name, of in ends.items()}, monitor)
+        return Entry(run, params, {name: _ends(*of) for name, of in ends.items()}, monitor, mode=mode)
     except (TypeError, ValueError, AttributeError, OverflowError):
         return None
 

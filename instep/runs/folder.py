@@ -164,7 +164,7 @@ def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> lis
         ...     [run.name for run in find_runs(folder)]
         ['version_0']
     """
-    root = Path(folder).absolute()
+    root = Path(os.path.abspath(folder))
     if not root.is_dir():
         raise UsageError(f"{folder} is no folder: give a run folder, or one that has runs in it")
     known = {run.folder: run for run in before}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -25,7 +26,8 @@ _GAP, _LEAST = 2, 10  # number of blanks between columns, and the smallest width
 _LONG = 100  # maximum number of characters of a text if nothing else limits the width
 _ALWAYS = 2  # largest `rank` of the columns (name, state, best value) that stay while there are names to cut
 _FEW = 8  # maximum number of runs for which the lines below the table say why they ended
-_UP = ("acc", "auc", "f1", "bleu", "rouge", "dice", "iou", "precision", "recall", "score", "reward", "r2", "map")
+# Matches the beginning of a word in the name of a metric whose greatest value is the best.
+_UP = re.compile(r"acc|au(c|roc|pr)|f1|bleu|rouge|dice|iou|precision|recall|score|reward|r2|map(?!e)|psnr|ssim").match
 _FACTS: dict[str, Callable[[Entry], Any]] = {
     "name": lambda entry: entry.name,
     "path": lambda entry: entry.run.name,
@@ -70,18 +72,22 @@ class Metric:
         return [entry for *_, entry in sorted(found, key=lambda at: (-at[0] if self.greatest else at[0], at[1]))]
 
 
-def metric_of(word: str) -> Metric:
+def metric_of(word: str, entries: Iterable[Entry] = ()) -> Metric:
     """Return the metric for a name such as `val_loss`; `:min` or `:max` after the name says which value is best.
+
+    For other names, a run that ranked its checkpoints by this metric says it, or else the words of the name.
 
     Example:
         >>> metric_of("val_loss").greatest, metric_of("val_acc").greatest, metric_of("x:max").greatest
         (False, True, True)
     """
     name, _, way = word.rpartition(":")
-    if name and way in ("min", "max"):
+    if not name or way not in ("min", "max"):
+        name, way = word, next((entry.mode for entry in entries if entry.monitor == word and entry.mode), "")
+    if way:
         return Metric(name, way == "max")
     parts = word.lower().replace("/", "_").replace("-", "_").split("_")
-    return Metric(word, "loss" not in parts and any(part.startswith(_UP) for part in parts))
+    return Metric(word, "loss" not in parts and any(map(_UP, parts)))
 
 
 def usual_metric(entries: Sequence[Entry]) -> Metric | None:
@@ -92,11 +98,11 @@ def usual_metric(entries: Sequence[Entry]) -> Metric | None:
     """
     monitors = Counter(entry.monitor for entry in entries if entry.monitor in entry.ends)
     if monitors:
-        return metric_of(monitors.most_common(1)[0][0])
+        return metric_of(monitors.most_common(1)[0][0], entries)
     counts = Counter(name for entry in entries for name in entry.ends if name not in ("epoch", "hp_metric"))
     order = sorted(counts, key=lambda name: ("val" not in name, "loss" not in name, -counts[name], name))
     found = next((name for name in order if "val" in name or "loss" in name or "acc" in name), None)
-    return None if found is None else metric_of(found)
+    return None if found is None else metric_of(found, entries)
 
 
 @dataclass(frozen=True)
@@ -157,13 +163,13 @@ class Table:
         holds = where.parse(condition) if condition.strip() else lambda _: True
         chosen = [entry for entry in entries if holds(lambda name, entry=entry: value_of(entry, name))]
         if sort:
-            chosen.sort(key=_order(sort, chosen))
+            chosen.sort(key=_order(sort, entries))
         if columns:
             is_param = {word: any(word in entry.params for entry in entries) for word in columns}
-            metrics = [metric_of(word) for word in columns if not is_param[word] and word not in _FACTS]
+            metrics = [metric_of(word, entries) for word in columns if not is_param[word] and word not in _FACTS]
             return cls(chosen, [word for word in columns if is_param[word]], metrics)
         usual = usual_metric(chosen)
-        by_sort = [metric_of(sort)] if sort and any(metric_of(sort).name in entry.ends for entry in chosen) else []
+        by_sort = [each for each in [metric_of(sort, entries)] if any(each.name in entry.ends for entry in chosen)]
         return cls(chosen, naming.differing([entry.params for entry in chosen]), by_sort or ([usual] if usual else []))
 
     def csv(self) -> str:
@@ -219,9 +225,8 @@ class Table:
         return ["" if value is None else str(value) for value in values]
 
     def _of_metric(self, metric: Metric, several: bool, more: int) -> list[Column]:
-        first = next(iter(metric.rank(self.entries)), None)
         bests = [metric.best(entry) for entry in self.entries]
-        top = None if first is None else metric.best(first)
+        top = next(map(metric.best, metric.rank(self.entries)), None)
         marks = ["*" if top and best and best[0] == top[0] else " " for best in bests]
         ends = [entry.ends.get(metric.name) for entry in self.entries]
         title = clean(metric.name, "")
@@ -316,7 +321,7 @@ def _check_known(word: str, entries: Sequence[Entry]) -> None:
 
 
 def _order(sort: str, entries: Sequence[Entry]) -> Callable[[Entry], tuple[int, float, str]]:
-    metric = metric_of(sort)
+    metric = metric_of(sort, entries)
     plain = sort if value_is_plain(sort, entries) else metric.name
     by_metric = not value_is_plain(plain, entries)
 

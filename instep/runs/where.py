@@ -45,8 +45,7 @@ def parse(text: str) -> Condition:
 
 def names_in(text: str) -> list[str]:
     """List the names in a condition."""
-    tokens = _Parser(text).tokens
-    return [name for (_, name), (kind, _) in pairwise(tokens) if kind == "sign"]
+    return [name for (_, name), (kind, _) in pairwise(_Parser(text).tokens) if kind == "sign"]
 
 
 class _Parser:
@@ -129,8 +128,8 @@ def _compare(value: Any, sign: str, given: str) -> bool:
     if sign == "~":
         return given.lower() in str(value).lower()
     if one is None or other is None:
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        return sign in ("=", "==") and text == given
+        same = str(value).lower() == given.lower() if isinstance(value, bool) else str(value) == given
+        return sign in ("=", "==") and same
     difference = 0.0 if one == other else one - other
     return {"=": difference == 0, "==": difference == 0, "<": difference < 0, ">": difference > 0}.get(
         sign, difference <= 0 if sign == "<=" else difference >= 0

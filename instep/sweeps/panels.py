@@ -50,7 +50,7 @@ class Desk:
     def metric(self) -> Metric | None:
         """Return the metric by which runs are compared."""
         if self.view.sort in self.view.metrics:
-            return metric_of(self.view.sort)
+            return metric_of(self.view.sort, self.view.table.entries)
         return next(iter(self.view.table.metrics), None)
 
     def seed(self) -> str:

@@ -442,7 +442,7 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
         time_s=time_s,
         best_checkpoint=getattr(saver, "best_model_path", None) or None,
         best_score=None if score is None else float(score),
-        monitor=getattr(saver, "monitor", None),
+        **{name: getattr(saver, name, None) for name in ("monitor", "mode")},
         metrics=plain_metrics(trainer.metrics.logged),
         **({} if ctx.counts.recompiles is None else ctx.counts.recompiles.in_summary()),
     )

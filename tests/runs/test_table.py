@@ -14,10 +14,10 @@ from rich.cells import cell_len
 
 from instep.cli.main import main
 from instep.errors import UsageError
-from instep.runs import entries
+from instep.runs import entries, find_runs
 from instep.runs.entries import at_path, read_entries
 from instep.runs.label import Label, write_label
-from instep.runs.table import MARK, Table, cut, fit
+from instep.runs.table import MARK, Table, cut, fit, metric_of
 from instep.runs.where import parse
 from tests.runs.test_folder import write_run
 
@@ -46,7 +46,7 @@ def sweep(root: Path, **status: Any) -> Path:
     """Six runs: three rates with two batch sizes; the one with the rate 1 and the batch size 8 ends nan."""
     for number, (lr, batch) in enumerate((lr, batch) for lr in (0.01, 0.1, 1.0) for batch in (8, 16)):
         run = write_run(root / f"version_{number}", **status)
-        (run / "hparams.yaml").write_text(f"lr: {lr}\nmodel:\n  batch: {batch}\n  act: relu\n")
+        (run / "hparams.yaml").write_text(f"lr: {lr}\nmodel:\n  batch: {batch}\n  act: relu\nfast: true\n")
         last = "nan" if (lr, batch) == (1.0, 8) else str(lr + batch / 1000)
         (run / "metrics.csv").write_text(
             f"epoch,step,val_loss,val_acc\n0,1,2.0,0.1\n1,2,{lr / 2},0.7\n1,3,{last},0.5\n"
@@ -135,6 +135,7 @@ def test_the_index_is_read_in_place_of_files_and_is_worth_nothing_once_they_chan
         ("name = 'lr=0.1 batch=16'", "3"),
         ("state=finished and epoch=2 and step>11", "0 1 2 3 4 5"),
         ("state<finished", ""),
+        ("fast=True and lr=1", "4 5"),
     ],
 )
 def test_a_condition_chooses_the_runs_of_the_table(tmp_path: Path, condition: str, expected: str) -> None:
@@ -181,6 +182,34 @@ def test_the_best_is_marked_and_a_run_that_ended_nan_is_never_it(tmp_path: Path)
     assert [entry.params["lr"] for entry in Table.of(found, sort="lr:max").entries][::2] == [1.0, 0.1, 0.01]
     with pytest.raises(UsageError, match="no run has a hyperparameter or metric 'los'; there are lr"):
         Table.of(found, ["los"])
+
+
+def test_the_best_is_what_the_runs_ranked_their_checkpoints_by_or_what_the_name_says(tmp_path: Path) -> None:
+    runs = sweep(tmp_path / "runs", summary={"monitor": "val_loss", "mode": "max"})
+    for _ in ("read", "from the index"):
+        table = Table.of(read_entries(runs), sort="val_loss")
+        assert [metric.title for metric in (*table.metrics, *Table.of(table.entries).metrics)] == ["greatest"] * 2
+        assert Table.of(table.entries, ["val_loss:min"]).metrics[0].title == "least"
+        assert table.metrics[0].best(table.entries[0]) == (2.0, 1)
+    up = ("val_auroc", "val/AUPRC", "map_50", "val_psnr")
+    assert [metric_of(name).greatest for name in (*up, "val_mape")] == [True] * 4 + [False]
+
+
+def test_an_infinite_option_of_a_program_is_the_same_from_the_index(tmp_path: Path) -> None:
+    for number in range(2):
+        command = ["train.py", "--clip", "inf", "--lr", f"0.{number}"]
+        write_run(tmp_path / f"runs/version_{number}", command=command).joinpath("hparams.yaml").unlink(missing_ok=True)
+        assert {entry.params["clip"] for entry in read_entries(tmp_path / "runs")} == {"inf"}
+
+
+def test_a_run_above_this_folder_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = sweep(tmp_path / "runs") / "version_3"
+    (run / "checkpoints").mkdir()
+    monkeypatch.chdir(run / "checkpoints")
+    assert [(entry.name, entry.run.folder) for entry in at_path("..")] == [("lr=0.1 batch=16", run)]
+    assert find_runs("..")[0].name == "version_3"
+    assert main(["runs", "rm", "..", "--yes"]) == 0
+    assert not run.exists()
 
 
 def test_a_run_is_one_line_at_any_width_and_its_name_is_cut_last(tmp_path: Path) -> None:

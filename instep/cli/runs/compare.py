@@ -16,7 +16,7 @@ from instep.cli import output
 from instep.cli.runs.chosen import find, names
 from instep.cli.runs.ls import print_table
 from instep.errors import UsageError
-from instep.runs.entries import Ends, Entry
+from instep.runs.entries import Ends
 from instep.runs.facts import number
 from instep.runs.naming import differing
 from instep.runs.table import Table, metric_of
@@ -40,9 +40,10 @@ def run(args: argparse.Namespace) -> int:
     keys = list(dict.fromkeys(key for each in params for key in each))
     differs = differing(params)
     there = list(dict.fromkeys(name for entry in entries for name in entry.ends if name not in ("epoch", "hp_metric")))
-    metrics = [metric_of(name) for name in args.metrics or there]
+    metrics = [metric_of(name, entries) for name in args.metrics or there]
     if lacking := [metric.name for metric in metrics if metric.name not in there]:
         raise UsageError(f"no run has the metric {lacking[0]!r}; there are {', '.join(there[:20])}")
+    ends = {metric.name: [entry.ends.get(metric.name) for entry in entries] for metric in metrics}
     if len(entries) > _BESIDE and not args.json:
         print_table(Table(entries, keys if args.all else differs, metrics))
         return 0
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                 ],
                 "hparams": {key: [each.get(key) for each in params] for key in differs},
                 "same": {key: params[0].get(key) for key in keys if key not in differs},
-                "metrics": {metric.name: [_said(entry, metric.name) for entry in entries] for metric in metrics},
+                "metrics": {name: [one and one.describe() for one in each] for name, each in ends.items()},
             }
         )
         return 0
@@ -71,13 +72,9 @@ def run(args: argparse.Namespace) -> int:
         output.say(f"{output.count(same, 'hyperparameter')} the same in all (--all shows them)")
     if metrics:
         output.say()
-        rows = [(metric.name, *(_cell(entry.ends.get(metric.name)) for entry in entries)) for metric in metrics]
+        rows = [(name, *map(_cell, each)) for name, each in ends.items()]
         output.table(("metric: last (least .. greatest)", *headers), rows, right=headers)
     return 0
-
-
-def _said(entry: Entry, metric: str) -> dict[str, float | None] | None:
-    return entry.ends[metric].describe() if metric in entry.ends else None
 
 
 def _cell(ends: Ends | None) -> str:

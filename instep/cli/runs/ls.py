@@ -1,8 +1,9 @@
 """List the runs at DIR and below, the newest first, one line each, with differing hyperparameters and a metric.
 
 A run is a folder of any logger: of instep, Lightning, TensorBoard, or W&B offline. The best value of a metric is the
-least, or the greatest if its name looks like an accuracy; `*` marks the best run. The state "dead" means that the run
-stopped without recording why. On a terminal, columns that do not fit are left out; --columns chooses them.
+least, or the greatest if a run ranked its checkpoints so, or if its name looks like an accuracy; `*` marks the best
+run. The state "dead" means that the run stopped without recording why. On a terminal, columns that do not fit are left
+out; --columns chooses them.
 
 Examples:
   instep runs ls                                           all runs below this folder
