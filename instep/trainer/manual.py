@@ -48,12 +48,19 @@ def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
 
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         counts.of_batch += 1
-        hooks = ctx.hooks["on_before_optimizer_step"]
-        if hooks:
-            ctx.strategy.gradients.unscale(optimizer)
+        hooks, losses = ctx.hooks["on_before_optimizer_step"], list[Any]()
+
+        def compute() -> Any:
+            losses.append(closure and closure())
             for hook in hooks:
+                ctx.strategy.gradients.unscale(optimizer)
                 hook(optimizer)
-        return step_optimizer(optimizer, closure, **kwargs)
+            return losses[-1]
+
+        if closure is None:
+            compute()
+        step_optimizer(optimizer, closure and compute, **kwargs)
+        return losses[0] if losses else None
 
     ctx.clock.watch("optimizer", step, "step_optimizer")
     return step

@@ -628,9 +628,8 @@ def _resume_optimizers(ctx: RunContext, saved: SavedRun, plan: ResumePlan) -> No
     other_schedule = _differing(schedulers, state) if parts.schedulers else ""
     if parts.optimizer:
         trees = saved.optimizer_trees(lazy=ctx.strategy.sharded)
-        differ = (
-            "" if len(ctx.optimizers) == len(trees) else f"{len(trees)} optimizers saved, {len(ctx.optimizers)} now"
-        )
+        here = len(ctx.optimizers)
+        differ = "" if here == len(trees) else f"{len(trees)} optimizers saved, {here} now"
         if _fits(differ, "optimizer", saved.path, strict, report.left_out):
             for optimizer, tree in zip(ctx.optimizers, trees, strict=True):
                 rates = rates_of(optimizer)

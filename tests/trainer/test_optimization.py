@@ -762,8 +762,19 @@ def test_hooks_of_manual_optimization():
             assert type(optimizer) is torch.optim.SGD
             calls.append("before_step")
 
-    quiet(max_epochs=1, limit_train_batches=1, callbacks=Records()).fit(Manual(), loader())
-    assert calls == ["before_backward", "after_backward", "before_step"]
+    class ByClosure(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            def closure() -> Any:
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss
+
+            self.log("loss", self.optimizers().step(closure))
+
+    for module in (Manual(), ByClosure()):
+        quiet(max_epochs=1, limit_train_batches=1, callbacks=Records()).fit(module, loader())
+        assert calls == ["before_backward", "after_backward", "before_step"]
+        calls.clear()
 
 
 @pytest.mark.parametrize(
