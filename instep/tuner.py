@@ -114,7 +114,7 @@ class Tuner:
 
         if method != "fit":
             raise SettingError("method='fit' is the only valid configuration to run lr finder.", field="method")
-        _check(method, train_dataloaders, val_dataloaders, dataloaders)
+        datamodule, data = _check(method, datamodule, train_dataloaders, val_dataloaders, dataloaders)
         self._refuse_twice(LearningRateFinder)
         finder = LearningRateFinder(
             min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name, weights_only
@@ -123,7 +123,7 @@ class Tuner:
             warn_user("Skipping learning rate finder since `fast_dev_run` is enabled.")
             return None
         finder.check(check_module(model), datamodule)
-        with self._aside(method, model, datamodule, train_dataloaders, val_dataloaders):
+        with self._aside(method, model, datamodule, data, val_dataloaders):
             finder.lr_find(self._trainer, model)
         finder.apply(model, datamodule)
         return finder.optimal_lr
@@ -163,14 +163,13 @@ class Tuner:
         """
         from instep.callbacks import BatchSizeFinder
 
-        _check(method, train_dataloaders, val_dataloaders, dataloaders)
+        datamodule, data = _check(method, datamodule, train_dataloaders, val_dataloaders, dataloaders)
         self._refuse_twice(BatchSizeFinder)
         finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         if self._trainer.fast_dev_run:
             warn_user("Skipping batch size scaler since `fast_dev_run` is enabled.")
             return None
-        train = train_dataloaders if method == "fit" else dataloaders
-        with self._aside(method, check_module(model), datamodule, train, val_dataloaders):
+        with self._aside(method, check_module(model), datamodule, data, val_dataloaders):
             finder.setup(self._trainer, model, method)
             finder.scale_batch_size(self._trainer, model)
         finder.apply(model, datamodule)
@@ -193,7 +192,6 @@ class Tuner:
         At its end, also after an error, restore the Trainer, its callbacks, the module and the datamodule.
         """
         trainer = self._trainer
-        datamodule, data = check_data(datamodule, data, val_data)
         trainer._launch()
         snapshot = Snapshot()
         snapshot.keep_plain_attributes(model)
@@ -241,7 +239,8 @@ def _shows(callback: Any) -> bool:
     return isinstance(callback, ModelSummary | ProgressBar)
 
 
-def _check(method: str, train_dataloaders: Any, val_dataloaders: Any, dataloaders: Any) -> None:
+def _check(method: str, datamodule: Any, train: Any, val: Any, dataloaders: Any) -> tuple[DataModule | None, Any]:
+    """Return the datamodule, which may be passed in the place of loaders, and the loaders."""
     if method not in _METHODS:
         raise SettingError(
             f"method {method!r} is invalid. Should be one of {tuple(_METHODS)}.", field="method", got=method
@@ -252,9 +251,10 @@ def _check(method: str, train_dataloaders: Any, val_dataloaders: Any, dataloader
             "`train_dataloaders` and `val_dataloaders` instead.",
             field="dataloaders",
         )
-    if method != "fit" and (train_dataloaders is not None or val_dataloaders is not None):
+    if method != "fit" and (train is not None or val is not None):
         raise SettingError(
             f"In tuner with `method`={method!r}, `train_dataloaders` and `val_dataloaders` arguments should be None, "
             "please consider setting `dataloaders` instead.",
             field="train_dataloaders",
         )
+    return check_data(datamodule, train if method == "fit" else dataloaders, val)

@@ -48,9 +48,10 @@ def test_the_batch_size_finder_serves_evaluation_and_prediction(method: str) -> 
     assert trainer.callbacks[0].optimal_batch_size == found
     if method == "predict":
         assert [len(batch) for batch in result[0]] == [SAMPLES]
-    data = Data()
-    assert Tuner(quiet()).scale_batch_size(Model(limit=30), datamodule=data, method=method) == 128
-    assert data.hparams.batch_size == 128
+    for place in ("datamodule", "dataloaders"):
+        data = Data()
+        assert Tuner(quiet()).scale_batch_size(Model(limit=30), method=method, **{place: data}) == 128
+        assert data.hparams.batch_size == 128
 
 
 @pytest.mark.parametrize(
