@@ -214,7 +214,8 @@ class Accumulator:
         return {*[self.step_name] * self.on_step, *[self.epoch_name] * self.on_epoch}
 
     def add(self, value: float, weight: float) -> None:
-        self.total = combine(self.op, self.total, value * weight if self.op == "mean" else value)
+        # without samples the value may be nan, as a mean over an empty mask is, and nan times 0 is nan
+        self.total = combine(self.op, self.total, value if self.op != "mean" else value * weight if weight else 0.0)
         self.weight += weight
 
     def held(self) -> AbstractContextManager[None]:

@@ -285,6 +285,8 @@ def test_epoch_means_are_weighted_by_samples_and_exact_in_float64(tmp_path: Any)
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("mean", batch[1].mean())
             self.log("one each", batch[1].mean(), batch_size=1)
+            first = batch[1][: 0 if batch_idx else 4]  # the mean over no sample is nan
+            self.log("masked", first.mean(), batch_size=len(first))
             for name in ("sum", "min", "max"):
                 self.log(name, batch[1].sum(), reduce_fx=name)
             for name, given in {"torch": torch.max, "python": max, "SUM": "SUM", "avg": "avg"}.items():
@@ -296,6 +298,7 @@ def test_epoch_means_are_weighted_by_samples_and_exact_in_float64(tmp_path: Any)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert metrics["mean"] == (means[0] * 4 + means[1] * 4 + means[2] * 3) / 11
     assert metrics["one each"] == (means[0] + means[1] + means[2]) / 3
+    assert metrics["masked"] == means[0]
     assert metrics["sum"] == sums[0] + sums[1] + sums[2]
     assert (metrics["min"], metrics["max"], metrics["torch"]) == (min(sums), max(sums), max(sums))
     assert (metrics["python"], metrics["SUM"], metrics["avg"]) == (max(sums), metrics["sum"], metrics["mean"])
