@@ -272,7 +272,7 @@ def _forget_folder(ctx: RunContext, kind: Any, error: BaseException | None, trac
 
 def _prepare_data(ctx: RunContext) -> None:
     process = PartialState()
-    per_node = getattr(ctx.datamodule or ctx.module, "prepare_data_per_node", True)
+    per_node = getattr(ctx.module if ctx.datamodule is None else ctx.datamodule, "prepare_data_per_node", True)
     mine = process.is_local_main_process if per_node else process.is_main_process
     # An error in this block is raised on all ranks.
     with process.local_main_process_first() if per_node else process.main_process_first():
@@ -295,7 +295,8 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
     def finalize(logger: Logger) -> None:
         if ctx.fn == "fit" and logger.log_model in (True, "best") and (best := _best_checkpoint(ctx)):
             logger.log_checkpoint(best, ["best"])
-        logger.finalize("success" if first is None else _status(first))
+        wrong = "interrupted" if isinstance(first, (KeyboardInterrupt, SystemExit)) else "failed"
+        logger.finalize("success" if first is None else wrong)
 
     failed = error is not None and hasattr(ctx, "device") and device_failed(error, ctx.device)
     if error is not None:
@@ -497,9 +498,3 @@ def _report_killed(ctx: RunContext, name: str) -> None:
         saved = f"the last checkpoint is {last}" if last else "there is no checkpoint"
         os.write(2, f"\nStopped at once by a second signal, {name}; {saved}.\n".encode())
         trainer.run_folder.write_status(trainer, SystemExit(128 + signal.Signals[name]), name)
-
-
-def _status(error: BaseException | None) -> str:
-    if error is None:
-        return "finished"
-    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"

@@ -357,9 +357,8 @@ class Loaders:
 
     def _has(self, stage: str) -> bool:
         """Return True if the user passed loaders or overrides the loader method. The method is not called here."""
-        name, owner = f"{stage}_dataloader", self._datamodule or self._module
-        base = ModuleHooks if self._datamodule is None else DataModule
-        return self.given.get(stage) is not None or is_overridden(owner, name, base)
+        owner, base = (self._module, ModuleHooks) if self._datamodule is None else (self._datamodule, DataModule)
+        return self.given.get(stage) is not None or is_overridden(owner, f"{stage}_dataloader", base)
 
     def validation(self, epoch: int) -> list[BatchSource]:
         """Return the validation loaders of this epoch.

@@ -212,6 +212,9 @@ class Data(DataModule):
         self.calls.append("val")
         return loader(3, 3)
 
+    def __len__(self) -> int:
+        raise AttributeError("data that `setup` makes")  # so nothing may ask for the truth value
+
 
 def test_a_data_modules_hooks_are_called_in_order():
     data = Data()
