@@ -230,7 +230,7 @@ def start_training(ctx: RunContext) -> None:
             f"{type(ctx.module).__name__} is in eval mode, so dropout is off. Call model.train() before fit, unless "
             "that is meant."
         )
-    if is_finished(ctx):
+    if is_finished(ctx) and s.train_limit != 0:
         trainer._print(
             f"Nothing is left to train: epoch {at.epoch + at.epoch_ended} and step {at.global_step} are done, with "
             f"max_epochs={s.max_epochs}, max_steps={s.max_steps}. Raise one of them; "
@@ -454,7 +454,7 @@ def print_why_it_ended(ctx: RunContext) -> None:
     elif s.max_steps != -1 and at.global_step >= s.max_steps:
         why = f"max_steps={s.max_steps} reached"
     else:
-        why = f"max_epochs={s.max_epochs} reached"
+        why = "limit_train_batches=0" if s.train_limit == 0 else f"max_epochs={s.max_epochs} reached"
     ctx.ending.reason = why.rstrip(".")
     trainer._print(f"fit ended at step {at.global_step}: {ctx.ending.reason}.")
     trainer.metrics.keep(ctx.log)

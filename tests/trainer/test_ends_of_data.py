@@ -134,13 +134,15 @@ def test_a_part_without_a_batch_that_is_filled_up_with_none_is_warned_of() -> No
         quiet(max_epochs=1).fit(Summing(), CombinedLoader({"a": FULL, "b": stream(0)}, "max_size"))
 
 
-def test_epochs_of_which_nothing_is_left_or_wanted_are_none_without_a_batch(tmp_path: Any) -> None:
+def test_epochs_of_which_nothing_is_left_or_wanted_are_none_without_a_batch(tmp_path: Any, capsys: Any) -> None:
     class Leaving(Summing):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
             return -1
 
     quiet(max_epochs=2).fit(Leaving(), stream(4))
+    capsys.readouterr()
     quiet(max_epochs=2, limit_train_batches=0).fit(Summing(), stream(0))
+    assert capsys.readouterr().out == "fit ended at step 0: limit_train_batches=0.\n"
     trainer = quiet(max_epochs=2)
     module = Summing()
     module.on_train_batch_end = lambda *_: trainer.save_checkpoint(tmp_path / "at")  # type: ignore[method-assign]
