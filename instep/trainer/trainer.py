@@ -837,7 +837,7 @@ class Trainer:
 
     @logger.setter
     def logger(self, logger: str | Logger | None) -> None:
-        self.loggers = [] if logger is None else [logger]
+        self.loggers = [logger] if logger else []
 
     default_root_dir: ReadOnly[str] = ReadOnly(lambda t: str(t.settings.default_root_dir), "Where run folders go.")
     log_dir: ReadOnly[str | None] = ReadOnly(
