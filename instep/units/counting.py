@@ -113,8 +113,8 @@ class UnitCount(Callback):
     # ---- the run
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage == "fit" and trainer.global_step == 0:
-            self.total = 0  # reset the count, since another Trainer may have used this object before
+        if stage == "fit" and (trainer.global_step == 0 or trainer.resumed_from is not None):
+            self.total = 0  # another Trainer may have used this object; `load_state_dict` sets a resumed run's total
         self._loaded = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:

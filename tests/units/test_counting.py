@@ -345,6 +345,7 @@ def test_wrong_settings_are_named(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     trainer_for(saver, max_steps=2, enable_checkpointing=True).fit(Model(), batches())
     samples = Samples()
+    trainer_for(samples, max_steps=1).fit(Model(), batches())
     again = trainer_for(saver, samples, max_steps=4, enable_checkpointing=True)
     with pytest.warns(UserWarning, match="has no count of Samples"):
         again.fit(Model(), batches(), ckpt_path=saver.last_model_path)
