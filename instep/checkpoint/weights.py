@@ -27,6 +27,7 @@ from instep.utils.atomic import creating, replacing
 from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object
+from instep.utils.warn import warn_user
 
 _FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
 _INDEX = ".json"  # ending of an index: a file that names the files of a large model's weights
@@ -385,18 +386,19 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
         files, index = parts_of(weights, max_bytes, _NAMES[safe])
         target = folder / (_NAMES[safe] if index is None else f"{_NAMES[safe]}.index.json")
         folder.mkdir(parents=True, exist_ok=True)
-        forms = ("{}.{}", "{}-*-of-*.{}", "{}.{}.index.json")
-        patterns = [form.format(*name.split(".")) for name in _NAMES.values() for form in forms]
-        old = [path for pattern in patterns for path in folder.glob(pattern)]
+        stem, _, suffix = _NAMES[safe].partition(".")
+        old = [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / _NAMES[safe], folder / f"{_NAMES[safe]}.index.json"]
         for file, names in files.items():
             write_object({name: weights[name] for name in names}, folder / file, safe)
         if index is not None:
             with replacing(target) as temporary:
                 temporary.write_bytes(index)
-        for path in old:  # remove other files of an earlier save, of either kind, which readers would find too
+        for path in old:  # remove other files of an earlier save, which readers would find too
             if path.name not in files and path != target:
                 with suppress(FileNotFoundError):
                     path.unlink()
+        if not safe and (others := sorted(folder.glob("model*.safetensors"))):
+            warn_user(f"{folder} also has {others[0].name}, which readers take first: delete it if it is older")
         return target
 
     return on_rank_zero(write, f"saving a model's weights in {folder}")

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from instep.accelerator import save
-from instep.big_models import load_checkpoint_in_model
 from instep.checkpoint import load_weights
 from instep.errors import SettingError, UnsavableStateError
 from tests.accelerator.loops import Net
@@ -38,17 +37,11 @@ def test_any_model_is_saved_in_one_file_or_several(make: Any, tmp_path: Path, sa
         accelerator.save_model(prepared, tmp_path, max_shard_size="much")
 
 
-@pytest.mark.parametrize("safe", [True, False])
-def test_a_folder_holds_one_model_if_the_kind_of_its_files_changes(make: Any, tmp_path: Path, safe: bool) -> None:
+def test_pickled_weights_beside_safetensors_are_warned_of(make: Any, tmp_path: Path) -> None:
     accelerator, model = make(), Net()
-    accelerator.save_model(model, tmp_path, max_shard_size=100, safe_serialization=not safe)
-    (tmp_path / "model_card.md").touch()
-    with torch.no_grad():
-        model.get_parameter(name := next(iter(model.state_dict()))).fill_(7.0)
-    saved = accelerator.save_model(model, tmp_path, safe_serialization=safe)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model_card.md", saved.name])
-    load_checkpoint_in_model(again := Net(), tmp_path)
-    assert again.get_parameter(name).unique().tolist() == [7.0]
+    accelerator.save_model(model, tmp_path)
+    with pytest.warns(UserWarning, match=r"also has model\.safetensors, which readers take first"):
+        accelerator.save_model(model, tmp_path, safe_serialization=False)
 
 
 def test_states_of_models_that_were_not_prepared(make: Any) -> None:
