@@ -97,7 +97,7 @@ def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Cal
         context_fn: function that returns torch's contexts for both forwards, such as the result of `contexts_of`.
 
     Returns:
-        A function that restores the part's own forward.
+        A function that restores the part's own forward. A forward that was compiled in the meantime stays recomputed.
 
     Raises:
         SettingError: the part is recomputed already.
@@ -110,29 +110,27 @@ def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Cal
 
     Source: Chen et al.: Training Deep Nets with Sublinear Memory Cost, 2016 (https://arxiv.org/abs/1604.06174).
     """
-    if is_recomputed(part):
+    if part.__dict__.get(_MARK):
         raise SettingError(
             f"a {type(part).__name__} would be recomputed twice: by activation_checkpointing= of the strategy and by "
             "ActivationCheckpointing, or by two of these. Leave one of them out.",
             field="activation_checkpointing",
         )
-    own, before = part.forward, part.__dict__.get("forward")
-    forward = part.forward = wraps(own)(partial(_forward, part, own, context_fn))
+    own, before = part.forward, {key: value for key, value in part.__dict__.items() if key == "forward"}
+    if _MARK not in part.__dict__:
+        part.forward = wraps(own)(partial(_forward, part, own, context_fn))
+    forward = part.forward
     part.__dict__[_MARK] = True
 
     def undo() -> None:
-        if part.__dict__.get("forward") is not forward:
-            return  # nothing is undone, since a strategy has compiled the part in the meantime
+        # A strategy has compiled the part, now or in an earlier run, and the compiled forward recomputes.
+        if forward is own or part.__dict__.get("forward") is not forward:
+            part.__dict__[_MARK] = False
+            return
         del part.__dict__[_MARK], part.forward
-        if before is not None:
-            part.forward = before
+        part.__dict__.update(before)
 
     return undo
-
-
-def is_recomputed(part: nn.Module) -> bool:
-    """Return True if `recompute` has replaced a part's forward."""
-    return _MARK in part.__dict__
 
 
 def _forward(
