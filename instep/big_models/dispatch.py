@@ -333,7 +333,7 @@ class _Dispatched:
     def undo(self) -> None:
         """Take these changes back. The modules keep their hooks, which `remove_hook_from_module` removes."""
         own = vars(self._model)
-        for name in (*_MOVES, "_apply", "hf_device_map", DISPATCHED):
+        for name in (*_MOVES, "_apply", DISPATCHED):
             own.pop(name, None)
         for handle in self._handles:
             handle.remove()

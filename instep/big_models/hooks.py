@@ -215,9 +215,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    dispatched = vars(module).get(DISPATCHED)
-    if dispatched is not None:
-        dispatched.undo()
+    if DISPATCHED in vars(module):
+        vars(module)[DISPATCHED].undo()
+    vars(module).pop("hf_device_map", None)  # a model on a single device has this attribute, but no hooks
     _detach(module)
     if recurse:
         for child in module.children():

@@ -25,6 +25,7 @@ from instep.big_models import (
     set_module_tensor_to_device,
 )
 from instep.errors import CheckpointError, SettingError, UsageError
+from instep.strategies.materialize import refuse_dispatched
 from tests.helpers import gpu
 
 dispatch: Any = dispatch_model  # for arguments of wrong types
@@ -84,6 +85,13 @@ def test_a_divided_model_computes_saves_and_comes_back(devices: dict[str, Any], 
         stored = load_file(str(file))
         assert all(torch.equal(value, values[name]) for name, value in stored.items())
         assert not {"embed.weight", "head.weight"} <= set(stored)  # a tied weight is written once
+
+
+def test_a_model_on_one_device_is_an_ordinary_one_without_its_map() -> None:
+    model = dispatch_model(nn.Linear(2, 2), {"": "cpu"})
+    assert model.hf_device_map == {"": "cpu"}
+    remove_hook_from_submodules(model)
+    refuse_dispatched("fsdp", model)
 
 
 def test_copies_and_compiled_models_are_divided_too(tmp_path: Path) -> None:
