@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from instep.errors import CorruptCheckpointError, SettingError
+from instep.utils.checks import is_int
 
 _others: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {}
 
@@ -45,8 +46,7 @@ def check_numpy(state: Any) -> None:
 
 def check_bit_generator(state: Any) -> None:
     """Raise ValueError if a value is not a state of a bit generator of numpy, or of a RandomState that uses one."""
-    name = _of(state, "bit_generator")
-    inner = _of(state, "state")
+    name, inner = _of(state, "bit_generator"), _of(state, "state")
     if name == "MT19937":
         _check_twister(inner)
     elif name in ("PCG64", "PCG64DXSM"):
@@ -175,13 +175,13 @@ def seed_everything(seed: int = 0, workers: bool = True) -> int:
         The seed.
 
     Raises:
-        SettingError: the seed is out of range, or `workers` is False.
+        SettingError: the seed is no integer or out of range, or `workers` is False.
 
     Example:
         >>> seed_everything(7)
         7
     """
-    if not 0 <= seed < 2**63:
+    if not is_int(seed, 0) or seed >= 2**63:
         raise SettingError(f"seed={seed} is out of range: give an integer from 0 to 2**63 - 1", field="seed", got=seed)
     if not workers:
         raise SettingError(
@@ -189,7 +189,7 @@ def seed_everything(seed: int = 0, workers: bool = True) -> int:
         )
     import numpy  # noqa: F401  the user's code may load it later: seed it now
 
-    seed_process(seed)
+    seed_process(seed := int(seed))
     return seed
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instep.errors import SettingError
 from instep.utils.seed import derive_seed, isolate_rng, rng_state, seed_everything, seed_process, set_rng_state
 
 
@@ -41,7 +42,7 @@ def test_derived_seeds_differ():
     assert len(seeds) == 200
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**32, 2**63 - 1])
+@pytest.mark.parametrize("seed", [0, np.int64(7), 2**32, 2**63 - 1])
 def test_seed_everything_repeats_every_generator(seed):
     assert seed_everything(seed) == seed
     first = draw()
@@ -50,9 +51,9 @@ def test_seed_everything_repeats_every_generator(seed):
     assert torch.initial_seed() == seed
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63])
+@pytest.mark.parametrize("seed", [-1, 2**63, "7", None, 7.0, torch.tensor(7)])
 def test_seed_out_of_range(seed):
-    with pytest.raises(ValueError, match="out of range"):
+    with pytest.raises(SettingError, match="give an integer from 0"):
         seed_everything(seed)
 
 
