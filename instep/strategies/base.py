@@ -379,7 +379,8 @@ class Strategy:
 
     def full_model_state(self) -> dict[str, Any]:
         """Return the whole module's `state_dict()` with plain tensors on rank 0, and {} on other ranks. Collective."""
-        return self.model_state() if PartialState().is_main_process else {}
+        state = self.model_state()
+        return state if PartialState().is_main_process else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return this rank's part of an optimizer's state, in the form of `utils/optimizer_state.py`. Collective."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,9 +76,13 @@ class ContextParallel:
             return map_leaves(
                 lambda leaf: self.part(leaf, dims) if isinstance(leaf, Tensor) and leaf.ndim > dims else leaf, batch
             )
-        items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-        parts = {key: self.part(value, dims[key]) if key in dims else value for key, value in items}
-        return parts if isinstance(batch, Mapping) else tuple(parts.values())
+        parts: Any = copy(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+        found = dims.keys() & parts.keys()
+        if not found:
+            raise DataError(f"cp={self.size}: sequence_dim={dict(dims)} names nothing in the batch of {[*parts]}")
+        for key in found:
+            parts[key] = self.part(parts[key], dims[key])
+        return parts if isinstance(batch, Mapping) else getattr(batch, "_make", type(batch))(parts.values())
 
     def part(self, value: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a tensor, which is split along dimension `dim`."""

@@ -429,10 +429,6 @@ class DDPStrategy(Strategy):
         state = super().model_state()
         return self._local_sgd.mean(state) if self._local_sgd is not None and self._local_sgd.drifted else state
 
-    def full_model_state(self) -> dict[str, Any]:
-        state = self.model_state()
-        return state if PartialState().is_main_process else {}
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         tree = part_state(self.module, optimizer)
         if self._local_sgd is not None and self._local_sgd.apart:

@@ -125,8 +125,8 @@ class Gradients:
         """
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for tensor in tensors:
-            if tensor.is_sparse or tensor.is_complex():
-                tensor = _values(tensor)
+            tensor = tensor._values() if tensor.is_sparse else tensor
+            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         with torch.no_grad():
             for (device, dtype), group in groups.items():
@@ -204,12 +204,6 @@ class Gradients:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _values(tensor: Tensor) -> Tensor:
-    """Return the values of a sparse or complex tensor as a view with real numbers."""
-    tensor = tensor._values() if tensor.is_sparse else tensor
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

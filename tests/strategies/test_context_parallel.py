@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ from tests.helpers.spawn import run_ranks
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 8, 3
 attention = F.scaled_dot_product_attention
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
 
 
 def of_rank(rank: int, kind: type[ContextParallel] = ContextParallel, size: int = 2) -> ContextParallel:
@@ -38,8 +44,12 @@ def test_every_tensor_that_has_the_dimension_is_cut():
 def test_tensors_are_cut_by_key_or_index():
     features = torch.arange(12).reshape(4, 3)
     assert of_rank(1).split({"x": features, "y": features}, {"x": 0})["x"].tolist() == [[6, 7, 8], [9, 10, 11]]
-    first, second = of_rank(1).split([features, features], {1: 0})
-    assert (first.shape, second.shape) == ((4, 3), (2, 3))
+    for batch in ([features, features], Pair(features, features), UserDict({0: features, 1: features})):
+        parts = of_rank(1).split(batch, {1: 0})
+        assert type(parts) is type(batch)
+        assert (parts[0].shape, parts[1].shape, batch[1].shape) == ((4, 3), (2, 3), (4, 3))
+    with pytest.raises(DataError, match=r"sequence_dim={'token': 1} names nothing in the batch of \['tokens'\]"):
+        of_rank(1).split({"tokens": features}, {"token": 1})
 
 
 def test_a_sequence_that_does_not_divide_is_refused():
