@@ -162,7 +162,7 @@ class FSDPStrategy(Strategy):
         if unknown:
             self._refuse(*unknown)
         if dp_replicate != "auto":
-            at_least(1, 'or "auto"')("dp_replicate", dp_replicate)
+            dp_replicate = at_least(1, 'or "auto"')("dp_replicate", dp_replicate)
         for field, value in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             at_least(0)(field, value)
         flags = {"cpu_offload": cpu_offload, "meta_init": meta_init, "accumulate_sharded": accumulate_sharded}

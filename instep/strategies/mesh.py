@@ -24,7 +24,7 @@ from instep.utils.checks import Check, choice, is_int
 
 _ATTENTION = {"all_to_all": ContextParallel, "ring": RingAttention}
 _SIZE = Check(
-    lambda value: is_int(value) and (value >= 1 or value == -1), "a number of processes, from 1, or -1 for what is left"
+    lambda value: is_int(value, 1) or value == -1, "a number of processes, from 1, or -1 for what is left", int
 )
 
 
@@ -84,9 +84,8 @@ class MeshStrategy(PipelinedStrategy):
         cp_attention: str = "all_to_all",
         **fsdp_options: Any,
     ) -> None:
-        self._wanted = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-        for field, size in self._wanted.items():
-            _SIZE(field, size)
+        sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+        self._wanted = {field: _SIZE(field, size) for field, size in sizes.items()}
         rest = [field for field, size in self._wanted.items() if size == -1]
         if len(rest) > 1:
             raise SettingError(

@@ -23,7 +23,7 @@ def check_policy(field: str, policy: Any) -> Any:
         SettingError: the value is not a class, a name, a number, a function, a collection of classes, or None.
     """
     if policy is None or is_int(policy, 1):
-        return policy
+        return policy and int(policy)
     classes = (policy,) if isinstance(policy, str | type) else policy
     if isinstance(classes, Collection) and classes and all(_is_class(kind) for kind in classes):
         return tuple(classes)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -515,7 +516,7 @@ def test_options_of_other_packages_are_refused_with_the_replacement() -> None:
 
 def test_copies_that_do_not_divide_the_processes() -> None:
     with pytest.raises(SettingError, match="3 copies of the weights cannot be spread evenly over 4"):
-        FSDPStrategy(dp_replicate=3).check_world_size(4)
+        FSDPStrategy(dp_replicate=np.int64(3)).check_world_size(4)
 
 
 def test_a_device_without_collectives() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,12 @@ def test_sizes_take_what_is_left_and_must_multiply_to_the_processes():
     for world, settings, expected in (
         (8, {"tp": 2}, {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2}),
         (8, {"dp_shard": 2, "cp": -1, "tp": 2}, {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 2}),
-        (2, {"tp": 2, "dp_shard": 1}, {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}),
+        (2, {"tp": np.int64(2), "dp_shard": 1}, {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}),
     ):
         strategy = MeshStrategy(**settings)
         strategy.check_world_size(world)
         assert strategy.sizes == expected
+        assert {type(size) for size in strategy.sizes.values()} == {int}
     with pytest.raises(
         SettingError, match=r"MeshStrategy\(dp_shard=-1, tp=2\) is for a multiple of 2 processes, and"
     ) as error:

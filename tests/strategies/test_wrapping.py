@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ def wrapped(policy: Any) -> list[str]:
         ("Experts", ["blocks.1"]),
         (["Block", nn.Embedding], ["embed", "blocks.0", "blocks.1"]),  # a class stands for those that inherit from it
         (40, ["embed", "blocks.0.up", "blocks.1", "blocks.1.up", "head"]),  # 36 are left of the first block
-        (76, ["blocks.0", "blocks.1"]),
+        (np.int64(76), ["blocks.0", "blocks.1"]),
         (lambda name, module: name.endswith("down"), ["blocks.0.down", "blocks.1.down"]),
     ],
 )
