@@ -42,7 +42,6 @@ from instep.strategies.step_forward import gathered_methods
 from instep.strategies.wrapping import (
     Policy,
     check_policy,
-    compile_forward,
     is_manual,
     recomputed_of,
     units_of,
@@ -50,9 +49,11 @@ from instep.strategies.wrapping import (
 from instep.utils.checks import FLAG, at_least, wrong
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state, whole
 from instep.utils.porting import instead_of
+from instep.utils.warn import warn_user
 
-_placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""Module that an earlier run has sharded, and that stays sharded -> names of its weights that have no values yet."""
+_placed: WeakKeyDictionary[nn.Module, tuple[set[str], dict[str, Any]]] = WeakKeyDictionary()
+"""Module that an earlier run has sharded, and that stays sharded -> names of its weights that have no values yet, and
+the settings with which it was sharded."""
 
 
 class FSDPGradients(Gradients):
@@ -245,10 +246,6 @@ class FSDPStrategy(Strategy):
                 copies = state.num_nodes if state.num_nodes > 1 else 2
                 self._check_divides(copies, state.num_processes)
             self.mesh = self.make_mesh({"dp_replicate": copies, "dp_shard": state.num_processes // copies})
-
-        self._check_reshard()
-
-    def _check_reshard(self) -> None:
         asked, size = self.reshard_after_forward, self.mesh["dp_shard"].size()
         if asked is not None and type(asked) is not bool and not (1 < asked <= size and size % asked == 0):
             expected = f"True, False, or a divisor of the {size} processes of a copy, from 2 on"
@@ -270,7 +267,12 @@ class FSDPStrategy(Strategy):
     def prepare_module(self, module: nn.Module) -> None:
         refuse_dispatched(self.name, module)
         self.module = module
-        self._without_values = _placed.get(module, set())
+        settings = {"precision": self.precision.name, "mp_policy": self.mp_policy, "cpu_offload": self.cpu_offload}
+        settings["mesh"] = self.mesh
+        self._without_values, earlier = _placed.get(module, (set(), settings))
+        if differ := [name for name, value in settings.items() if value != earlier[name]]:
+            was = ", ".join(f"{name}={earlier[name]}" for name in differ)
+            warn_user(f"an earlier run has sharded this module, and it keeps {was}. For another, make a new module")
         if module not in _placed:  # no earlier run has sharded the module
             self._freed.clear()
             before = dict(module.named_parameters(remove_duplicate=False))
@@ -279,7 +281,7 @@ class FSDPStrategy(Strategy):
             self.shard(module)
             self._read_shards(module)
             self._bring(module)
-            _placed[module] = self._without_values
+            _placed[module] = self._without_values, settings
             self._became = {
                 id(before[name]): (ref(before[name]), parameter)
                 for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -344,7 +346,7 @@ class FSDPStrategy(Strategy):
             if (name in units if name else not alone) and not isinstance(part, FSDPModule):
                 self.share_weights(part)
                 if self.compile is not None and name:
-                    compile_forward(part, self.compile)
+                    part.forward = torch.compile(part.forward, **self.compile)  # the part's hooks are not compiled
                 self._fully_shard(part, root=not name, alone=alone)
 
         visit(module, "")

@@ -67,7 +67,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
         >>> from instep.strategies import DDPStrategy
         >>> register_strategy("my_ddp", lambda: DDPStrategy(bucket_cap_mb=50))
     """
-    if name in _BUILT_IN or name in _registered or name == "auto":
+    if name.lower() in (*_BUILT_IN, "auto") or name in _registered:
         raise SettingError(f"a strategy named {name!r} is registered already; choose another name", field="name")
     _registered[name] = factory
 

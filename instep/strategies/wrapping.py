@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from instep.errors import SettingError, one_of
@@ -244,8 +243,3 @@ def _unit_of(name: str, units: Mapping[str, nn.Module]) -> str:
     while name and name not in units:
         name = name.rpartition(".")[0]
     return name
-
-
-def compile_forward(part: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile the forward of a submodule in place; hooks of the submodule are not compiled."""
-    part.forward = torch.compile(part.forward, **options)

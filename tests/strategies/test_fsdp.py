@@ -568,6 +568,24 @@ def fit_refused() -> dict[str, str]:
     return texts
 
 
+def fit_again() -> list[str]:
+    module, warned = TinyGPT(), []
+    for precision in ("32-true", "32-true", "bf16-mixed"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Trainer(strategy=FSDPStrategy(), precision=precision, max_steps=1, **QUIET).fit(module, loader())
+        warned += [str(each.message) for each in caught if "an earlier run" in str(each.message)]
+    return warned
+
+
+@pytest.mark.dist
+def test_settings_that_a_sharded_module_cannot_change_are_warned_about() -> None:
+    ((warning,),) = run_ranks(fit_again, 1)
+    assert warning == (
+        "an earlier run has sharded this module, and it keeps precision=32-true. For another, make a new module"
+    )
+
+
 def brought() -> tuple[torch.dtype, torch.dtype]:
     module = Gan()
     module.register_buffer("scale", torch.ones(1))
