@@ -307,7 +307,7 @@ class Logger:
         delivery = self.delivery
         if not delivery.is_main:
             return
-        plain, at = dict(metrics), delivery.last_step + 1 if step is None else step
+        plain, at = dict(metrics), delivery.last_step + 1 if step is None else int(step)
         for name, value in metrics.items():
             if type(value) is dict:
                 del plain[name]
@@ -348,7 +348,7 @@ class Logger:
         if kind not in MAKERS:
             raise one_of("kind", kind, ("metrics", *MAKERS))
         if self.delivery.is_main and _has_place(self, kind):
-            step = self.delivery.step_now() if step is None else step
+            step = self.delivery.step_now() if step is None else int(step)
             x = self.delivery.place({}, step)
             for name, value in values.items():
                 plain = MAKERS[kind](name, value, **options)
@@ -495,7 +495,7 @@ class Logger:
         from instep.loggers.hparams import plain as as_json  # imported late: only needed for hyperparameters
 
         if step is not None:
-            delivery.last_step = max(delivery.last_step, step)
+            delivery.last_step = max(delivery.last_step, int(step))
         delivery.put("_log_hyperparams", (as_json(plain), numbers), max(delivery.last_step, 0))
 
     def log_graph(self, module: Module, example_input: Any = None) -> None:

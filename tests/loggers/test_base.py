@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import instep.loggers
 from instep.errors import LogError
-from instep.loggers import Logger
+from instep.loggers import CSVLogger, JSONLinesLogger, Logger
 from tests.helpers.warm import warm_python
 
 
@@ -248,3 +250,16 @@ def test_restoring_an_open_logger_closes_it(tmp_path):
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(AttributeError, match="TensorBoardLogger"):
         instep.loggers.TensorboardLogger  # noqa: B018
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7.0], ids=["numpy", "torch", "float"])
+def test_a_step_may_be_any_scalar(tmp_path, step):
+    loggers = CSVLogger(tmp_path / "csv", version="run"), JSONLinesLogger(tmp_path / "jsonl", version="run")
+    for logger in loggers:
+        logger.log_metrics({"loss": 0.5}, step=step)
+        logger.log_hyperparams({"lr": 0.1}, {"score": 1.0}, step=step)
+    loggers[1].log_text("sample", "Once", step=step)
+    for logger in loggers:
+        logger.finalize()
+    assert loggers[0].path.read_text() == "step,loss,score\n7,0.5,\n7,,1.0\n"
+    assert [json.loads(line)["step"] for line in loggers[1].path.read_text().splitlines()] == [7, 7, 7]
