@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from instep import loggers
 from instep.errors import MissingPackageError, SettingError, UsageError, one_of
 from instep.loggers import Logger
-from instep.types import Word
-from instep.utils.checks import TEXT, wrong
+from instep.types import ReadOnly, Word
+from instep.utils.checks import TEXT, is_int, wrong
 from instep.utils.warn import warn_user
 
 _MOST_KEPT = 10_000  # largest number of records that are kept before init_trackers() is called
@@ -149,6 +149,7 @@ class Trackers:
         alone = not isinstance(log_with, list | tuple | set)
         asked: list[Any] = [] if log_with is None else [log_with] if alone else list(log_with)  # pyright: ignore[reportArgumentType]
         self._asked: dict[str, str | Logger | GeneralTracker] = {}
+        self._is_main = self._writes = is_main
         for item in [name for one in asked for name in (_installed() if one == "all" else [one])]:
             if not isinstance(item, (Logger, GeneralTracker)) and item not in LOGGER_TYPE_TO_CLASS:
                 if item not in (names := loggers.logger_names()):
@@ -160,12 +161,12 @@ class Trackers:
                     f"Logging with `{item}` requires a `logging_dir`: give Accelerator(project_dir=...)",
                     field="project_dir",
                 )
+            self._writes = self._writes or not getattr(kind, "main_process_only", True)
             if item in self._asked.values():
                 raise SettingError(f"log_with has {item!r} twice; give each logger once", field="log_with", got=item)
             name = _name(item)
             same = sum(_name(other) == name for other in self._asked.values())
             self._asked[f"{name}-{same + 1}" if same else name] = item
-        self._is_main = is_main
         self._started: dict[str, Any] = {}
         self._kept: deque[tuple[Any, ...]] = deque(maxlen=_MOST_KEPT)
         self._step = 0
@@ -238,10 +239,7 @@ class Trackers:
     def _acts(self, tracker: GeneralTracker) -> bool:
         return self._is_main or not tracker.main_process_only
 
-    @property
-    def started(self) -> list[Any]:
-        """The loggers and trackers that are started."""
-        return list(self._started.values())
+    started: ReadOnly[list[Any]] = ReadOnly(lambda t: list(t._started.values()), "The started loggers and trackers.")
 
     def log(
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
@@ -249,7 +247,7 @@ class Trackers:
         """Log values. If `step` is None, it is one more than in the last call."""
         if not isinstance(values, Mapping):
             raise wrong("values", values, "numbers or texts by name, such as {'loss': 0.5}")
-        if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+        if step is not None and not is_int(step):
             raise wrong("step", step, "a number of steps, or None")
         if not self._asked:
             if not self._warned:
@@ -258,7 +256,7 @@ class Trackers:
                     "logger, and call init_trackers()"
                 )
             self._warned = True
-        elif not self._started:
+        elif not self._started and self._writes:  # scripts may call init_trackers() on the main process only
             if len(self._kept) == _MOST_KEPT and not self._warned:
                 self._warned = True
                 warn_user(
@@ -267,7 +265,7 @@ class Trackers:
                 )
             self._kept.append((dict(values), step, log_kwargs))
         else:
-            self._step = self._step + 1 if step is None else step
+            self._step = self._step + 1 if step is None else int(step)
             for name, logger in self._started.items():
                 more = (log_kwargs or {}).get(name, {})
                 if not isinstance(logger, GeneralTracker):

@@ -257,7 +257,6 @@ class Delivery:
                 folder, self.version = self._choose(run_dir, False)
                 self._open(run_dir, folder)
                 self._early = folder
-            self._close_at_exit()
         return self.is_open
 
     def _choose_early(self) -> Path:
@@ -324,6 +323,7 @@ class Delivery:
             self.sender = None
             raise
         _OPEN[id(self)] = self
+        self._close_at_exit()
         waiting, self._waiting = self._waiting, []
         for record in waiting:
             sender.backlog.append(record)

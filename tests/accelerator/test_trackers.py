@@ -10,9 +10,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from instep import Accelerator
 from instep.accelerator import GeneralTracker, LoggerType, register_tracker_class, trackers
 from instep.errors import SettingError, UsageError
 from instep.loggers import CSVLogger, Logger
+from tests.helpers.spawn import run_command, run_ranks
+from tests.helpers.warm import warm_python
 
 
 class Rows(Logger):
@@ -103,6 +106,36 @@ def test_records_that_are_never_written_are_counted(make: Any) -> None:
     accelerator.log({"loss": 1.0})
     with pytest.warns(UserWarning, match="1 records of accelerator"):
         accelerator.end_training()
+
+
+@pytest.mark.parametrize("last", ["", "raise SystemExit(3)"])
+def test_a_program_that_does_not_call_end_training_keeps_what_it_logged(tmp_path: Path, last: str) -> None:
+    lines = (
+        "import sys, numpy",
+        "from instep import Accelerator",
+        "accelerator = Accelerator(cpu=True, log_with='csv', project_dir=sys.argv[1])",
+        "accelerator.init_trackers('project')",
+        "accelerator.log({'loss': 0.5}, step=numpy.int64(3))",
+        last,
+    )
+    done = run_command([warm_python(), "-c", "\n".join(lines), str(tmp_path)], cwd=Path(__file__).parents[2])
+    assert (done.returncode == 0) == (last == ""), done.stderr
+    assert (tmp_path / "project" / "metrics.csv").read_text().split() == ["step,loss", "3,0.5"]
+
+
+def start_on_the_main_rank(folder: str) -> int:
+    accelerator = Accelerator(cpu=True, log_with="csv", project_dir=folder)
+    if accelerator.is_main_process:
+        accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0})
+    kept = len(accelerator._trackers._kept)
+    accelerator.end_training()  # a warning would be an error
+    return kept
+
+
+@pytest.mark.dist
+def test_trackers_that_only_the_main_rank_starts_are_enough(tmp_path: Path) -> None:
+    assert run_ranks(start_on_the_main_rank, 2, str(tmp_path)) == [0, 0]
 
 
 def test_arguments_for_a_logger_that_is_not_there_are_refused(make: Any) -> None:
