@@ -639,11 +639,12 @@ class Accelerator(ProcessMethods):
             FolderInUseError: another run saves in the project's folder. This run owns the folder from its first save to
                 `end_training`.
             SettingError: two loaders, optimizers or schedulers cannot be told apart by name.
+            UsageError: the run has ended.
             DistributedError: not all ranks made the call.
         """
         if not safe_serialization:
             warn_user("save_state(safe_serialization=False) has no effect: a state is always safetensors and JSON")
-        self._check_open("save_state")
+        self._check_open("save_state", needs_run=True)
         self.wait_for_everyone("save_state")
         return saving.save(self._states, None if output_dir is None else to_path(output_dir), background)
 
@@ -658,12 +659,12 @@ class Accelerator(ProcessMethods):
         """
         return self._states.wait()
 
-    def _check_open(self, name: str) -> None:
-        """Raise UsageError if the process group is closed already."""
-        if self._world_size > 1 and not is_held():
+    def _check_open(self, name: str, needs_run: bool = False) -> None:
+        """Raise UsageError if the process group is closed already; with `needs_run`, also if the run has ended."""
+        if (self._world_size > 1 and not is_held()) or (needs_run and not self._prepared.is_active):
             raise UsageError(
-                f"accelerator.{name} comes after end_training(), which took the processes apart: all of them take part "
-                f"in {name}. Call it first, and end_training() last."
+                f"accelerator.{name} comes after end_training() or free_memory(), which released all prepared objects. "
+                "Call it before; after free_memory() you may also prepare the objects again."
             )
 
     def load_state(self, input_dir: Location | None = None, resume: Resume | None = None, **unknown: Any) -> Path:
@@ -687,9 +688,10 @@ class Accelerator(ProcessMethods):
             CorruptCheckpointError: the checkpoint does not verify.
             CheckpointError: the checkpoint does not fit the prepared objects.
             SettingError: an unknown argument; for an argument of Accelerate the error text has a hint.
+            UsageError: the run has ended.
         """
         _refuse("load_state", unknown, "input_dir, resume")
-        self._check_open("load_state")
+        self._check_open("load_state", needs_run=True)
         self.wait_for_everyone("load_state")
         path = None if input_dir is None else to_path(input_dir)
         self.resume_report = saving.load(self._states, path, resume or Resume())
@@ -932,6 +934,11 @@ def _tensors(method: str, parameters: Any) -> list[Tensor]:
     found = parameters
     if not isinstance(parameters, nn.Module) and not callable(parameters):
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not found and isinstance(parameters, Iterator):
+            warn_user(
+                f"accelerator.{method} got an iterator without parameters, so it clips nothing: an iterator gives its "
+                "values only once. Call model.parameters() anew in each step, or pass a list"
+            )
         if all(isinstance(one, Tensor) for one in found):
             return found
     raise SettingError(

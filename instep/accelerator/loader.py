@@ -18,7 +18,7 @@ from instep.distributed import gather, gather_object, gather_ragged, send_to_dev
 from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves
 from instep.errors import DataError, DistributedError, RemoteError, UsageError
 from instep.state.runs import GradientRecord
-from instep.types import StateDict
+from instep.types import ReadOnly, StateDict
 from instep.utils.checks import at_least
 from instep.utils.warn import warn_user
 
@@ -95,15 +95,8 @@ class AcceleratedLoader:
 
     # ---- attributes of a DataLoader
 
-    @property
-    def dataset(self) -> Any:
-        """The user's data set."""
-        return self.source.dataset
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per rank and batch; None if unknown."""
-        return self.source.batch_size
+    dataset: ReadOnly[Any] = ReadOnly(lambda a: a.source.dataset, "The user's data set.")
+    batch_size: ReadOnly[int | None] = ReadOnly(lambda a: a.source.batch_size, "Samples per rank and batch, if known.")
 
     @property
     def total_batch_size(self) -> int | None:
@@ -111,10 +104,7 @@ class AcceleratedLoader:
         size = self.source.batch_size
         return None if size is None else size * self.source.world_size
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the current batch is the epoch's last."""
-        return self.source.share.last
+    is_last: ReadOnly[bool] = ReadOnly(lambda a: a.source.share.last, "Whether the current batch is the epoch's last.")
 
     def __len__(self) -> int:
         return len(self.source)
@@ -269,10 +259,7 @@ class AcceleratedLoader:
         non_blocking = self._non_blocking or device.type == "cuda"
         return batches_through(batches, [partial(send_to_device, device=device, non_blocking=non_blocking)], device)
 
-    @property
-    def active(self) -> Any:
-        """The innermost loader whose pass is running."""
-        return self._gradient.active_dataloader
+    active: ReadOnly[Any] = ReadOnly(lambda a: a._gradient.active_dataloader, "The innermost loader that is iterated.")
 
     @property
     def most_kept(self) -> int:
@@ -281,10 +268,7 @@ class AcceleratedLoader:
 
     # ---- checkpoints
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Position of the current batch, as (epoch, index of the batch in the epoch)."""
-        return self.epoch, self.batch_idx
+    place: ReadOnly[tuple[int, int]] = ReadOnly(lambda a: (a.epoch, a.batch_idx), "Epoch and index of the batch in it.")
 
     def state_dict(self, window_begin: int | None = None, untrained: bool = False) -> StateDict:
         """Return the loop's position in this loader: the epoch, and how many of its batches are done.

@@ -114,7 +114,7 @@ class PreparedRun:
         # strategy for all models: steps optimizers, scales losses, and knows which part of the data a rank reads
         self.plain = copy.deepcopy(self._strategy)
         self.plain.connect(self.device, self.precision)
-        self._active = True
+        self.is_active = True
         self.run = push_run(Run("Accelerator", self.precision.mixed_precision, self._strategy, plugin.num_steps))
         self.run.gradient.adjust_scheduler = plugin.adjust_scheduler
         self.run.gradient.sync_with_dataloader = plugin.sync_with_dataloader
@@ -126,7 +126,7 @@ class PreparedRun:
             loader.close()
         self._forget()
         pop_run(self.run)
-        self._active = False
+        self.is_active = False
 
     def _forget(self) -> None:
         for model in getattr(self, "models", {}).values():
@@ -356,7 +356,7 @@ class PreparedRun:
                 )
 
     def _claim_run(self) -> None:
-        if not self._active:  # free_memory() or end_training() has ended the run, so begin a new one
+        if not self.is_active:  # free_memory() or end_training() has ended the run, so begin a new one
             self.begin()
 
     @property
@@ -387,10 +387,11 @@ class PreparedRun:
                 optimizer.steps_taken = number
 
     def restore_counters(self, step: int, seed: int) -> None:
-        """Set the step and the seed to those of a checkpoint."""
+        """Set the step and the seed to those of a checkpoint, and begin a new accumulation window."""
         self._seed = seed
+        self.window.restart()
         for optimizer in self.optimizers:
-            optimizer.steps_taken = step
+            optimizer.restore(step)
         for loader in self.dataloaders:
             loader.source.reseed(seed)
 

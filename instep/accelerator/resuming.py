@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from instep.distributed.nested import iter_leaves, map_leaves
 from instep.errors import UsageError
-from instep.types import StateDict
+from instep.types import ReadOnly, StateDict
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -210,10 +210,7 @@ class Opening:
             hook.remove()
         self._hooks.clear()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the pass has yielded no batch."""
-        return not self._given
+    is_empty: ReadOnly[bool] = ReadOnly(lambda o: not o._given, "Whether the pass has yielded no batch.")
 
     # ---- uses
 
@@ -266,9 +263,7 @@ class Opening:
         """
         self._backwards_of[models] += 1
 
-    @property
-    def _backwards(self) -> int:
-        return max(self._backwards_of.values(), default=0)
+    _backwards: ReadOnly[int] = ReadOnly(lambda o: max(o._backwards_of.values(), default=0))
 
     def end(self) -> None:
         """Warn if the script has skipped all batches of the pass."""

@@ -41,6 +41,7 @@ from instep.errors import (
 )
 from instep.strategies import Strategy
 from instep.types import Stateful
+from instep.utils.checks import is_int
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
 from instep.utils.paths import local_path
 from instep.utils.seed import rng_state
@@ -198,6 +199,8 @@ def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
     _restore(states, _saved_run(reader), parts, report)
     if parts.position:
         _take_up_line(states, reader)
+        number = reader.manifest.info.get("iteration", -1)
+        states.project.iteration = max(states.project.iteration, number + 1 if is_int(number) else 0)
     return report
 
 

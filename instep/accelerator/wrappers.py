@@ -131,6 +131,10 @@ class Window:
         """Loaders that yield batches now, outermost first."""
         return self._gradient.dataloader_references
 
+    def restart(self) -> None:
+        """Forget the open accumulation window, so that the next micro-batch begins a new one."""
+        self._calls, self._entered, self._gradient.sync_gradients = 0, False, True
+
     def leave(self) -> None:
         """Leave a block of the current micro-batch."""
         self._inside -= 1
@@ -361,6 +365,11 @@ class AcceleratedOptimizer(OptimizerProxy):
         if self._open and (abandoned or self._refused):
             self._zero()
         self._open = self._refused = self._corrected = False
+
+    def restore(self, steps_taken: int) -> None:
+        """Set the number of steps to that of a checkpoint, and drop all gradients, since a checkpoint has none."""
+        self._zero()
+        self._open, self._refused, self.steps_taken = False, False, steps_taken
 
     def hold_gradients(self) -> None:
         """Record that a backward within an accumulation window has added to the gradients."""

@@ -84,6 +84,16 @@ def test_what_is_no_tensor_is_named_by_a_public_class(call: Callable[[], Any], t
         concatenate([torch.ones(1, 2), torch.ones(1, 3)])
 
 
+def test_clipping_by_an_iterator_that_is_used_up_warns() -> None:
+    accelerator = Accelerator(cpu=True)
+    parameters = nn.Linear(2, 2).parameters()
+    accelerator.clip_grad_norm_(parameters, 1.0)
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_ got an iterator without parameters, so it clips nothing"):
+        accelerator.clip_grad_norm_(parameters, 1.0)
+    accelerator.clip_grad_norm_([], 1.0)
+    accelerator.end_training()
+
+
 def train(batch_size: int = 1) -> None:
     """The function that is launched."""
 

@@ -511,6 +511,48 @@ def test_automatic_states_are_found_by_their_number(make: Any, tmp_path: Path) -
         assert counter.count == number
     with pytest.raises(CheckpointNotFoundError, match="checkpoint_9"):
         accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_9")
+    accelerator.load_state()
+    accelerator.end_training()
+    again = make(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    again.register_for_checkpointing(counter)
+    again.load_state()
+    assert again.save_iteration == 5, "a resumed run gives no number twice"
+
+
+@pytest.mark.parametrize("end", [Accelerator.end_training, Accelerator.free_memory])
+def test_no_empty_state_hides_the_last_one_after_the_end(make: Any, tmp_path: Path, end: Any) -> None:
+    accelerator = make(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    accelerator.prepare(Net())
+    saved = accelerator.save_state()
+    end(accelerator)
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(UsageError, match=r"comes after end_training\(\) or free_memory"):
+            call()
+    accelerator.prepare(Net())
+    assert accelerator.load_state() == saved
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_state_loaded_within_a_window_begins_a_new_one_without_gradients(
+    make: Any, tmp_path: Path, steps: int
+) -> None:
+    ends = []
+    for spoilt in (False, True):
+        accelerator = make(gradient_accumulation_steps=steps)
+        torch.manual_seed(0)
+        model = Net(dropout=0.0)
+        model, optimizer = accelerator.prepare(model, sgd(model))
+        saved = accelerator.save_state(tmp_path / f"{spoilt}")
+        if spoilt:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((2, 4), 9.0)).square().mean())
+            accelerator.load_state(saved)
+        for x in range(steps):
+            with accelerator.accumulate(model):
+                step(accelerator, model, optimizer, float(x))
+        ends.append([parameter.tolist() for parameter in model.parameters()])
+        assert accelerator.step == 1
+    assert ends[0] == ends[1]
 
 
 ENDS = """
