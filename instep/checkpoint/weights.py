@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
@@ -386,8 +385,8 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
         files, index = parts_of(weights, max_bytes, _NAMES[safe])
         target = folder / (_NAMES[safe] if index is None else f"{_NAMES[safe]}.index.json")
         folder.mkdir(parents=True, exist_ok=True)
-        stem, _, suffix = _NAMES[safe].partition(".")
-        old = [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / _NAMES[safe], folder / f"{_NAMES[safe]}.index.json"]
+        parts = folder.glob(_NAMES[safe].replace(".", "-*-of-*."))
+        old = [*parts, folder / _NAMES[safe], folder / f"{_NAMES[safe]}.index.json"]
         for file, names in files.items():
             write_object({name: weights[name] for name in names}, folder / file, safe)
         if index is not None:
@@ -395,8 +394,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
                 temporary.write_bytes(index)
         for path in old:  # remove other files of an earlier save, which readers would find too
             if path.name not in files and path != target:
-                with suppress(FileNotFoundError):
-                    path.unlink()
+                path.unlink(missing_ok=True)
         if not safe and (others := sorted(folder.glob("model*.safetensors"))):
             warn_user(f"{folder} also has {others[0].name}, which readers take first: delete it if it is older")
         return target
