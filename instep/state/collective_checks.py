@@ -6,10 +6,10 @@ within the group's time-out. The text of the announcement is in torch's key-valu
 even if the rank that wrote it is missing.
 
 Invariants: instep announces every collective on the control group, so that an announcement is only compared with
-announcements. The agreement on which ranks have a next batch is not announced: it uses a group of its own. A rank keeps
-the texts of its latest two announcements in the store. The rank cannot write a third text before every other rank has
-left the first collective, so no text is overwritten while it may be read. Collectives of user code, DDP and FSDP are
-not checked.
+announcements. The agreement on which ranks have a next batch is not announced: it uses another group, `Groups.step`. A
+rank keeps the texts of its latest two announcements in the store. The rank cannot write a third text before every other
+rank has left the first collective, so no text is overwritten while it may be read. Collectives of user code, DDP and
+FSDP are not checked.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ innermost launchers, and the first row whose condition is true is used:
 
 These are single processes: a shell of `salloc` or `sbatch` without srun, a SLURM step of one task (`salloc`'s own shell
 may be one), and the shell of `srun --pty bash`. It is an error if the chosen row says that the process is alone, but
-the variables of another launcher, or WORLD_SIZE, say that there are several.
+the variables of another launcher, or WORLD_SIZE, say that there are several. Only torchrun's own single process is
+allowed there: a SLURM job of several tasks may start torchrun in each task.
 """
 
 from __future__ import annotations

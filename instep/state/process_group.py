@@ -260,8 +260,8 @@ def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Stor
         else:
             _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]
     # The prefix holds the number of restarts, so that a rank never reads entries of an earlier start. On one node, all
-    # ranks have the same restart count. On several nodes, the counts of torchrun's agents may differ, so only instep's
-    # agents are asked, which agree on one count.
+    # ranks have the same restart count. On several nodes, the counts of torchrun's agents may differ, so the count of
+    # the job is used, which is the same on all nodes: instep's agents or SLURM set it. Without a job it is 0.
     job = read_job()
     attempt = environment.restart_count if environment.num_nodes == 1 else 0 if job is None else job.restart
     _generation += 1

@@ -55,7 +55,7 @@ class Run:
         num_steps: micro-batches per accumulation window.
 
     Attributes:
-        gradient: state of gradient accumulation, which only the loop of this run writes.
+        gradient: state of gradient accumulation, which only the Trainer or Accelerator of this run writes.
 
     Example:
         >>> run = push_run(Run("my loop", mixed_precision="bf16", num_steps=4))

@@ -68,8 +68,9 @@ class BucketOrder:
         self._ddp: DistributedDataParallel | None = ddp
         self._parameters = _parameters(ddp)  # parameters by their present names, which pruning may change
         self._handles: list[Any] = []
-        # Only in this case DDP regroups its buckets by the order of gradients. With two ranks, buckets do not change
-        # how a sum is rounded.
+        # DDP does not regroup its buckets if it searches for unused parameters. With a static graph it does, but its
+        # first backward, which records the graph, must not be the one that `restore` runs. With two ranks, buckets do
+        # not change how a sum is rounded.
         regroups = not ddp.find_unused_parameters and not ddp.static_graph
         if torch.distributed.get_world_size(ddp.process_group) > 2 and regroups:
             self._handles = [

@@ -101,7 +101,11 @@ class PostLocalSGD:
         return self.steps >= self.plan.warmup_steps
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        """Register a communication hook in a DDP module. The hook averages gradients over the ranks of the plan."""
+        """Register a communication hook in a DDP module.
+
+        In the warmup, the hook averages gradients over all ranks. Later it averages them over the ranks of this machine
+        if the plan has `within_node`, and else leaves them as they are.
+        """
 
         def travel(_, bucket):  # not annotated: DDP checks annotations, which would be strings in this file
             if not self.apart or self._node is not None:

@@ -519,7 +519,10 @@ class DeepSpeedStrategy(Strategy):
     # ---- state: each rank holds a contiguous part of each sharded parameter's elements, in a flat tensor
 
     def _part_of(self, parameter: Tensor) -> Partition | None:
-        """Return this rank's part of a parameter; None if the parameter is not sharded or the rank has none of it."""
+        """Return this rank's part of a parameter; None if the parameter is not sharded or the rank has none of it.
+
+        At stage 3, the part of a rank that has none of the parameter is not None, but has `count` 0.
+        """
         part = self._parts.get(parameter)
         return partitions.cut_part(parameter) if part is None and is_cut(parameter) else part
 
@@ -577,7 +580,7 @@ class DeepSpeedStrategy(Strategy):
         return whole(value) if part is None else take_run(value, part.begin, part.count)
 
     def _spread_parts(self, names: Iterable[str]) -> list[tuple[str, Partition | None]]:
-        """Return the sharded weights among `names`: pairs of a name and this rank's part (None if it has none)."""
+        """Return the sharded weights among `names`: pairs of a name and the result of `_part_of`."""
         wanted, first = set(names), names_of(self.module)
         own = self.module.named_parameters(remove_duplicate=False)
         return [(name, self._part_of(p)) for name, p in own if name in wanted and self._is_spread(p, first[p])]

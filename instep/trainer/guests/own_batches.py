@@ -25,8 +25,8 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
     `next` returns (batch, batch_idx, dataloader_idx); the batch is on the device and has passed the transfer hooks. The
     iterator ends when the epoch, or in evaluation the loader, has no batch left. A step takes one batch or more. A
     batch that a step keeps for the next step is lost in a resume. If a step asks for a batch when none is left, it gets
-    StopIteration, which ends the epoch; the batches that this step had taken are not trained on. All ranks take the
-    same number of batches.
+    StopIteration. If the step does not catch this error, the epoch ends, and the batches that this step had taken are
+    not trained on. All ranks take the same number of batches.
 
     Args:
         batches: batches of `source`, on the device.
