@@ -146,7 +146,7 @@ class _DrawnOrder(RandomSampler):
 
 
 class _Order(Sequence[int]):
-    """An order of samples. It is drawn when its first index is read, as in torch; its length is known before that."""
+    """An order of samples. It is drawn when an index is first read, as in torch; its length is known before that."""
 
     def __init__(self, sampler: _DrawnOrder, place: list[int]) -> None:
         self._sampler, self._place = sampler, place

@@ -58,7 +58,7 @@ def save_state(
 def _optimizer_state(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> dict[str, Any]:
     """Return an optimizer's state dict.
 
-    For a sharded model, its keys are parameter names, and only rank 0 gets the values.
+    For a sharded model, it has the names of the parameters in place of their numbers, and only rank 0 gets the values.
     """
     home = _home(fabric, optimizer, modules)
     if home is None or not home.sharded:

@@ -392,7 +392,8 @@ class Fabric:
 
         Raises:
             ValueError: `filter` has a key that the state does not have.
-            UnsavableStateError: an entry, or its state dict, contains more than tensors and plain values.
+            UnsavableStateError: an entry contains more than tensors and plain values. Of an entry with a state dict,
+                only the state dict is saved and counts.
             CheckpointError: the file could not be written; an older file is intact.
         """
         save_state(self, Path(path), state, filter or {})

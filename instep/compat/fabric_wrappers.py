@@ -238,7 +238,8 @@ class _FabricDataLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last batch of a saved state.
 
-        Rank 0 then continues with the saved random state, and each other rank with the random state that it has now.
+        Rank 0 then continues with the saved random state, and each other rank with the random state that it has now. If
+        the loader of torch has a `load_state_dict` of its own, only that one is called.
         """
         if hasattr(self._dataloader, "load_state_dict"):
             self._dataloader.load_state_dict(state)

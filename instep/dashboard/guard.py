@@ -33,8 +33,8 @@ class Guard:
     - Unless `is_open` is set, all other requests need the cookie, including those for files and websockets.
     - If `hosts` is not None, the Host must be a loopback name or one of `hosts`. This refuses requests under the name
       of another site that resolves to 127.0.0.1.
-    - Requests that another site's page makes are refused: the headers Origin and Sec-Fetch-Site show them. Websockets
-      are checked too, since browsers let any page open a websocket to any server.
+    - Requests that another site's page makes are refused, except for following a link: the headers Origin and
+      Sec-Fetch-Site show them. Websockets are checked too, since browsers let any page open a websocket to any server.
 
     Args:
         app: the ASGI application of the page.

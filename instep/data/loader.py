@@ -295,8 +295,9 @@ def _dispatched(
 ) -> PreparedLoader:
     """Make a `DispatchLoader`.
 
-    Rank 0 reads through `read`. With `split`, it reads batches of `batch_size` samples; otherwise batches for all ranks
-    together. Each rank gets `size` samples of a batch. If the loader makes its own batches, each rank gets whole ones.
+    Rank 0 reads through `read`, and gives each rank `size` samples of each batch. With `split`, it reads batches of
+    `batch_size` samples (None: the loader's batches). Without `split`, it reads larger batches, for all ranks together;
+    if the loader makes its own batches, each rank gets whole batches instead of slices.
     """
     from instep.data.dispatch import DispatchLoader  # imported late: used only for dispatched data
 

@@ -61,7 +61,7 @@ class DataModule(HyperParameters):
     # ---- preparing the data
 
     def prepare_data(self) -> None:
-        """Download and prepare data on disk. Called before `setup`, on one process: see `prepare_data_per_node`."""
+        """Download and prepare data on disk, before `setup`: on one process per node, see `prepare_data_per_node`."""
 
     def setup(self, stage: str) -> None:
         """Split data and build data sets. Called on every process.

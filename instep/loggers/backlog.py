@@ -399,7 +399,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _lock_file(descriptor: int, locked: bool) -> None:
-    """Lock the file to tell `instep runs sync` that a logger uses it; go on without a lock if that fails."""
+    """Lock or unlock the file. The lock tells `instep runs sync` that a logger uses the file; if it fails, go on."""
     with suppress(ImportError, OSError):  # there are no locks on Windows and some file systems
         import fcntl
 

@@ -65,8 +65,8 @@ def param_groups(
 
     Every parameter is in exactly one group. A parameter that matches several entries of `options` gets the options of
     all of them; if two entries have the same option, the later entry counts. The `name` of a group, which
-    `LearningRateMonitor` shows, is made from the patterns that its parameters match. An entry's option `"name"` takes
-    the place of its pattern.
+    `LearningRateMonitor` shows, is made from the patterns and function names of the entries that its parameters match.
+    An entry's option `"name"` takes the place of its pattern.
 
     Args:
         module: the module, on any device, sharded or not.

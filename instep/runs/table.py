@@ -24,7 +24,7 @@ MARK = "\u200e"
 """Unicode's left-to-right mark: an invisible character after which a line goes on from left to right."""
 _GAP, _LEAST = 2, 10  # number of blanks between columns, and the smallest width to which a text is cut
 _LONG = 100  # maximum number of characters of a text if nothing else limits the width
-_ALWAYS = 2  # largest `rank` of the columns (name, state, best value) that stay while there are names to cut
+_ALWAYS = 2  # names are cut to keep the columns with a `rank` up to this one (name, state, best value)
 _FEW = 8  # maximum number of runs for which the lines below the table say why they ended
 # Matches the beginning of a word in the name of a metric whose greatest value is the best.
 _UP = re.compile(r"acc|au(c|roc|pr)|f1|bleu|rouge|dice|iou|precision|recall|score|reward|r2|map(?!e)|psnr|ssim").match
