@@ -341,7 +341,7 @@ class Accelerator(ProcessMethods):
             model: the module.
             device_placement: whether to move the model; None for the Accelerator's setting.
             evaluation_mode: whether the model is only evaluated, and not trained. If True, every rank gets the weights
-                of rank 0, but gradients may not be reduced over ranks.
+                of rank 0, and a strategy such as "ddp" does not reduce the model's gradients over ranks.
             name: name in checkpoints; by default the name of the model's class.
 
         Returns:
@@ -355,8 +355,8 @@ class Accelerator(ProcessMethods):
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Prepare an optimizer, so that it steps only at the ends of accumulation windows. Collective.
 
-        As with the Trainer, this call seeds the random generators anew, so that ranks with different data draw
-        different random numbers. Rank 0 keeps the state of its generators.
+        As with the Trainer, this call seeds random generators anew, so that ranks with different data draw different
+        random numbers. Rank 0, and ranks that read the same data as rank 0, keep the state of their generators.
 
         Args:
             optimizer: an optimizer, whose parameters may belong to prepared models or to other models.

@@ -65,8 +65,8 @@ def load_checkpoint_in_model(
     Without a device map, a weight that has values is overwritten in its memory, and a weight on the meta device gets
     new memory. But inside a block that builds modules without values (`init_empty_weights`; `configure_model` under
     `FSDPStrategy(meta_init=True)`) weights stay on the meta device, and their places in the files are recorded. After a
-    strategy has placed the module, it reads these weights, each rank only its own part. It initializes weights that are
-    added to the module after this call, such as those of adapters.
+    strategy has placed the module, it reads these weights, each rank only its own part. It initializes weights that the
+    checkpoint lacks, and weights that are added to the module after this call, such as those of adapters.
 
     With a device map, a weight on "cpu" is memory-mapped from its file and read now. A weight on "disk" stays on the
     meta device, and is read when it is used. Mapped weights take no anonymous memory, and a change in place stays in
@@ -96,7 +96,8 @@ def load_checkpoint_in_model(
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: the checkpoint is damaged.
-        CheckpointError: the checkpoint does not fit the model, or leaves a weight on the meta device without values.
+        CheckpointError: the checkpoint does not fit the model, or lacks a weight on the meta device that no strategy
+            initializes later.
         SettingError: a module has no device, a weight for "disk" needs an `offload_folder`, or an argument is wrong.
 
     Example:
@@ -286,7 +287,8 @@ def open_checkpoint(checkpoint: Location) -> Source:
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or no weights in it.
         CorruptCheckpointError: the checkpoint is damaged.
-        CheckpointError: the checkpoint cannot be read without running code, or a link leads out of its folder.
+        CheckpointError: the checkpoint cannot be read without running code, or a link or a name in its index leads out
+            of its folder.
     """
     path = to_path(checkpoint)
     named = isinstance(checkpoint, str) and is_repository(checkpoint) and path.suffix not in _FILES

@@ -116,7 +116,8 @@ class ModelCheckpoint(Callback):
     Attributes:
         best_model_path: path of the best checkpoint, or of the newest one without `monitor`. "" if there is none.
         best_model_score: score of the best checkpoint, a 0-dim tensor; None if there is none.
-        current_score: the score of the newest checkpoint that has a score; None if there is none.
+        current_score: the score of the checkpoint that was scored last, which may be nan; None before the first one,
+            also in a resumed run.
         last_model_path: path of the newest checkpoint that this callback has saved, or that the run resumed from.
 
     Raises:

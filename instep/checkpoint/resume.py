@@ -218,8 +218,8 @@ class LeftOutWeights:
 
     def __init__(self) -> None:
         self.held: set[str] = set()
-        """Weights in earlier checkpoints of this run. With the filter "trainable", later checkpoints have them too,
-        even if they are frozen by then."""
+        """Names of weights in earlier checkpoints of this run. With the filter "trainable", later checkpoints have
+        these weights too, even if they are frozen by then."""
         self._digests: dict[str, Sequence[str]] = {}
 
     def collect(self, module: Any, strategy: Strategy, state: Mapping[str, Any]) -> LeftOut:

@@ -39,7 +39,8 @@ class CheckpointInfo:
         """Kind of the checkpoint.
 
         "full": a run can resume from it. "weights": it has only the model's weights. "exception": it was saved after an
-        error, perhaps within a step, so a run resumes from it only if its path is given.
+        error, perhaps within a step, so a run resumes from it only if its path is given. "accelerator":
+        `Accelerator.save_state` saved it, and only `load_state` loads all of it.
         """
         return str(self.manifest.info.get("kind", "full"))
 

@@ -128,7 +128,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters, not those of its children; turn off a BatchNorm layer's statistics."""
+        """Freeze a module's own parameters, not those of its children; stop the updates of BatchNorm statistics."""
         if isinstance(module, _BatchNorm):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):

@@ -174,7 +174,7 @@ def _nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def _names(node: cst.CSTNode) -> set[str]:
-    """Return the names that a node uses, except attributes, keywords, and called functions such as `str` and `len`."""
+    """Return the names that a node uses, except attributes, keywords, and the called functions that `_PURE` matches."""
     found: set[str] = set()
     if isinstance(node, cst.Name):
         return {node.value}
