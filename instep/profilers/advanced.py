@@ -54,7 +54,7 @@ class AdvancedProfiler(Profiler):
         self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
         self.profiled_actions: dict[str, cProfile.Profile] = {}
         self._open: list[str] = []
-        self._around = 0  # number of actions that were open when the run began
+        self._around: int | None = None  # number of actions that were open when the run began; None outside of a run
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
         """Begin a run."""
@@ -98,7 +98,9 @@ class AdvancedProfiler(Profiler):
         """End a run, and drop its recordings; an action around the run goes on."""
         for name in reversed(self._open):
             self.profiled_actions[name].disable()
-        del self._open[self._around :]
+        if self._around is not None:
+            del self._open[self._around :]
+        self._around = None
         self.profiled_actions = {name: self.profiled_actions[name] for name in self._open}
         if self._open:
             self.profiled_actions[self._open[-1]].enable()

@@ -50,7 +50,7 @@ class SimpleProfiler(Profiler):
         # For each action: number and total seconds of the calls that were dropped from the list.
         self._earlier: dict[str, tuple[int, float]] = {}
         self.start_time = time.perf_counter()
-        self._around: dict[str, float] = {}  # actions that were open when the run began
+        self._around: set[str] | None = None  # actions that were open when the run began; None outside of a run
 
     def start(self, action_name: str) -> None:
         """Record the time at which an action starts."""
@@ -77,12 +77,15 @@ class SimpleProfiler(Profiler):
         """Begin a run, and drop the measurements of the run before."""
         if self._stage is not None:
             self.recorded_durations, self._earlier, self.start_time = {}, {}, time.perf_counter()
-        self._around = dict(self.current_actions)
+        self._around = {*self.current_actions}
         super().setup(stage, local_rank, log_dir)
 
     def teardown(self, stage: str | None) -> None:
         """End a run; after an error, actions that began in the run may still be open, and are dropped."""
-        self.current_actions = {name: start for name, start in self.current_actions.items() if name in self._around}
+        if self._around is not None:
+            for name in self.current_actions.keys() - self._around:
+                del self.current_actions[name]
+        self._around = None
 
     def summary(self) -> str:
         """Return a table of all actions, with the longest first."""

@@ -342,6 +342,9 @@ class TrainOptimizer(OptimizerProxy):
         Args:
             closure: function that runs the model again and returns the loss, for optimizers that need it.
             kwargs: passed to the optimizer's step.
+
+        Returns:
+            The loss that the closure returned first; None without a closure.
         """
         if self.on_step is None:
             return self.optimizer.step(closure=closure, **kwargs)

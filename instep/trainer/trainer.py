@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -836,8 +836,8 @@ class Trainer:
         return plugins.first_logger(self.loggers, self.settings)
 
     @logger.setter
-    def logger(self, logger: str | Logger | None) -> None:
-        self.loggers = [logger] if logger else []
+    def logger(self, logger: str | Logger | Literal[False] | None) -> None:
+        self.loggers = [] if logger is None or logger is False else [logger]
 
     default_root_dir: ReadOnly[str] = ReadOnly(lambda t: str(t.settings.default_root_dir), "Where run folders go.")
     log_dir: ReadOnly[str | None] = ReadOnly(

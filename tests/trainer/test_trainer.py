@@ -149,7 +149,7 @@ def test_loggers_may_be_set_between_runs(tmp_path: Path):
     trainer.fit(module, loader())
     assert trainer.loggers == [logger]
     assert logger.log_dir == trainer.log_dir
-    trainer.logger = False  # pyright: ignore[reportAttributeAccessIssue]  as scripts of Lightning do
+    trainer.logger = False
     assert trainer.logger is None
     trainer.loggers = ["csv", "jsonl"]
     assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger", "JSONLinesLogger"]

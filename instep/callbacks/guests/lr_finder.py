@@ -262,7 +262,7 @@ class LearningRateFinder(Callback):
         """Train one step with each rate, and return the results; return None if the run was interrupted."""
         rates, threshold = self._rates, self._early_stop_threshold
         found = LRFinder(rates.mode, rates.first, rates.last, rates.count)
-        mean, best = 0.0, math.inf
+        mean, best, losses = 0.0, math.inf, 0
         for index in range(rates.count):
             rate = rates.at(index)
             for group in groups:
@@ -277,8 +277,8 @@ class LearningRateFinder(Callback):
             if math.isnan(loss):
                 smoothed = loss  # the step had no loss, so the average does not change
             else:
-                mean = _BETA * mean + (1 - _BETA) * loss
-                smoothed = mean / (1 - _BETA ** (index + 2))
+                mean, losses = _BETA * mean + (1 - _BETA) * loss, losses + 1
+                smoothed = mean / (1 - _BETA ** (losses + 1))
             found.results["loss"].append(smoothed)
             if threshold is not None and (math.isinf(smoothed) or smoothed > threshold * best):
                 log.info("LR finder stopped early after %d steps due to diverging loss.", index + 1)

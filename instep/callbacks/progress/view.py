@@ -130,7 +130,7 @@ class Best:
         """Update the best values with the metrics of a validation."""
         for name, value in metrics.items():
             mode = self.mode(name)
-            if mode is None or not isinstance(value, (int, float)) or math.isnan(value):
+            if mode is None or not isinstance(value, (int, float)) or not math.isfinite(value):
                 continue
             best = self.values.get(name, value)
             self.values[name] = min(best, value) if mode == "min" else max(best, value)

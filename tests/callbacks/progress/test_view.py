@@ -144,8 +144,8 @@ def test_a_curve_covers_the_whole_run_in_few_points():
     assert flat.sparkline(8) == "▁"
 
 
-def test_the_best_value_of_each_metric_ignores_nan():
+def test_the_best_value_of_each_metric_is_finite():
     best = Best({"lr": "max"})
-    for acc, loss in ((0.5, 1.0), (0.7, 2.0), (0.6, float("nan"))):
+    for acc, loss in ((float("inf"), 3.0), (0.5, 1.0), (0.7, 2.0), (0.6, float("nan"))):
         best.update({"val_acc": acc, "val_loss": loss, "loss": loss, "val_time": 1.0, "lr": acc, "who": "a"})
     assert best.values == {"val_acc": 0.7, "val_loss": 1.0, "lr": 0.7}
