@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn
@@ -391,8 +392,7 @@ def _arguments(path: str) -> list[str]:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    if near:
+    if near := get_close_matches(name, known, n=1):
         return f" Did you mean {near[0]}?"
     other = hint_for(name)
     return f" It is of another package: {other}." if other else ""
@@ -413,13 +413,14 @@ def import_named(args: Any, parsers: Sequence[ArgumentParser]) -> None:
     texts = [str(args), *environ]
     words = [] if isinstance(args, Mapping) or hasattr(args, "as_dict") else args
     given = [word.partition("=")[2] if word.startswith("-") else word for word in (*words, *environ)]
-    patterns = [os.path.expanduser(pattern) for parser in parsers for pattern in parser.default_config_files]
-    given += [file for pattern in patterns for file in glob.glob(pattern)]
-    files = [Path(name) for name in given if _NAMED_FILE.search(name)]
-    for path in files:  # the list grows during the loop
+    for pattern in (pattern for parser in parsers for pattern in parser.default_config_files):
+        given += glob.glob(os.path.expanduser(pattern))
+    files = [os.path.abspath(name) for name in given if _NAMED_FILE.search(name)]
+    for file in islice(files, 100):  # the list grows during the loop; a list of data may name thousands of files
         with suppress(SettingError):  # the parser reports errors later
-            texts.append(read_text(path))
-            files += {path.parent / name for name in _NAMED_FILE.findall(texts[-1])}.difference(files)
+            texts.append(read_text(Path(file)))
+            named = (os.path.join(file, "..", name) for name in _NAMED_FILE.findall(texts[-1]))
+            files += sorted(set(map(os.path.abspath, named)).difference(files))
     words = set(re.findall(r"\w+", " ".join(texts)))
     for room in ROOMS:
         for name in words.intersection(room.__all__):

@@ -18,6 +18,7 @@ from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.cli import SaveConfigCallback, TrainerArgumentParser, TrainerCLI, instantiate_class
 from instep.cli.trainer_parser import import_named
 from instep.errors import CheckpointError, HookError, SettingError, UsageError
+from instep.utils.plain_yaml import read_text
 from instep.utils.rebuild import build_configured
 from tests.cli.configured import (
     CalledNet,
@@ -534,11 +535,16 @@ def test_a_class_named_without_its_package_is_found_in_each_file_that_is_read(
     (folder / "of the run/run.yaml").write_text("trainer: {logger: Given, callbacks: inner.yml}\nother: run.yaml\n")
     (folder / "of the run/inner.yml").write_text("- class_path: Inner\n")
     (folder / "variable.json").write_text('{"class_path": "Variable"}')
-    (folder / "default.yaml").write_text("class_path: Default\n")
+    data = ", ".join(f"{number}.json" for number in range(200))
+    (folder / "default.yaml").write_text(f"class_path: Default  # not sub/../default.yaml\ndata: [{data}]\n")
+    read: list[Path] = []
+    monkeypatch.setattr("instep.cli.trainer_parser.read_text", lambda path: read.append(path) or read_text(path))
     monkeypatch.setenv("INSTEP_FIT__CONFIG", "variable.json")
     parsers = (TrainerArgumentParser(), TrainerArgumentParser(default_config_files=["def*.yaml"]))
     import_named(["fit", "--config=of the run/run.yaml", "-c", "absent.yaml"], parsers)
     assert imported == {"Given", "Inner", "Variable", "Default"}
+    assert len(read) == 100
+    assert [path.name for path in read].count("default.yaml") == 1
 
 
 def test_print_config_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,8 +95,7 @@ def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
         "tensors": tensors,
         "equal_tensors": equal,
     }
-    same = not (result["only_a"] or result["only_b"] or tensors or values)
-    return {"same": same, **result}
+    return {"same": not (result["only_a"] or result["only_b"] or tensors or values), **result}
 
 
 def _records(name: str, reader: Reader) -> list[Any]:
