@@ -109,7 +109,7 @@ class TensorBoardLogger(Logger):
         delivery = self.delivery
         earlier = self._events.open(delivery.folder)
         self._events.write([self._event.Event(wall_time=time.time(), file_version="brain.Event:2")])
-        self._has_hp_metric = earlier or delivery.resumed
+        self._has_hp_metric = delivery.resumed or (earlier and self._has_hp_metric)
         if delivery.resumed and earlier and not delivery.sends_rest:
             self._has = self._events.scalars_up_to(delivery.last_step)
             log = self._event.SessionLog(status=self._event.SessionLog.START)
