@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from instep.errors import CorruptCheckpointError, SettingError
-from instep.utils.checks import is_int
+from instep.utils.checks import at_least
 
 _others: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {}
 
@@ -181,15 +181,14 @@ def seed_everything(seed: int = 0, workers: bool = True) -> int:
         >>> seed_everything(7)
         7
     """
-    if not is_int(seed, 0) or seed >= 2**63:
-        raise SettingError(f"seed={seed} is out of range: give an integer from 0 to 2**63 - 1", field="seed", got=seed)
+    seed = at_least(0, most=2**63 - 1)("seed", seed)
     if not workers:
         raise SettingError(
             "workers=False: instep seeds loader workers in any case; leave the argument out", field="workers"
         )
     import numpy  # noqa: F401  the user's code may load it later: seed it now
 
-    seed_process(seed := int(seed))
+    seed_process(seed)
     return seed
 
 
