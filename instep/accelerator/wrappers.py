@@ -97,8 +97,9 @@ class Window:
         moved = self._look()
         loader = self.loader
         self._inside += 1
-        if loader is not None and not moved and self._entered:
-            return gradient.sync_gradients  # this batch is already counted
+        counted = self._inside > 1 if loader is None else not moved
+        if counted and self._entered:
+            return gradient.sync_gradients
         if self._next is not None and gradient.sync_gradients:
             self._change(loader)
         num_steps = gradient.num_steps
@@ -435,6 +436,8 @@ class AcceleratedScheduler:
         self._optimizers = optimizers
         self._gradient = gradient
         self._window = window
+        self.repeats = 1
+        """Number of scheduler steps per optimizer step; above 1 if the schedule counts the steps of all processes."""
         self._ends = 0  # number of calls of `step` after the last learning rate was reached
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -447,7 +450,7 @@ class AcceleratedScheduler:
             return
         if not self._gradient.sync_gradients or any(optimizer.step_was_skipped for optimizer in self._owners()):
             return
-        for _ in range(self._window.length if self._gradient.adjust_scheduler else 1):
+        for _ in range(self.repeats * (self._window.length if self._gradient.adjust_scheduler else 1)):
             if self._ended():
                 return
             self.scheduler.step(*args, **kwargs)

@@ -165,10 +165,13 @@ def test_two_models_accumulate_with_num_items_and_clipping(make: Any) -> None:
 
 
 @pytest.mark.parametrize("num_items", [None, 1])
-def test_a_block_within_a_block_is_in_the_same_micro_batch(make: Any, num_items: int | None) -> None:
+@pytest.mark.parametrize(("prepares", "end"), [(True, -7.0), (False, -3.0)])
+def test_a_block_within_a_block_is_in_the_same_micro_batch(
+    make: Any, prepares: bool, end: float, num_items: int | None
+) -> None:
     accelerator = make(gradient_accumulation_steps=2)
     d, d_sgd, g, g_sgd = pair(accelerator)
-    for (x,) in accelerator.prepare(numbers(5, 1)):
+    for (x,) in accelerator.prepare(numbers(5, 1)) if prepares else numbers(5, 1):
         with accelerator.accumulate(g):
             with accelerator.accumulate(d):
                 accelerator.backward(d(x[:, None]).mean(), num_items)
@@ -177,7 +180,7 @@ def test_a_block_within_a_block_is_in_the_same_micro_batch(make: Any, num_items:
             accelerator.backward(g(x[:, None]).mean(), num_items)
             g_sgd.step()
             g_sgd.zero_grad()
-    assert (d.weight.item(), g.weight.item()) == (-7.0, -7.0)
+    assert (d.weight.item(), g.weight.item()) == (end, end)
 
 
 @pytest.mark.parametrize("num_items", [None, 1])

@@ -97,14 +97,17 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 accelerator = Accelerator()
-loader = accelerator.prepare(loader)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+optimizer, loader, scheduler = accelerator.prepare(optimizer, loader, scheduler)
 seen = accelerator.gather_for_metrics(torch.cat([accelerator.gather_for_metrics(a) for a, b in loader])).sum()
 assert AcceleratorState().distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+optimizer.step()
+scheduler.step()
 if PartialState().is_main_process:
-    print([round(x.sum().item(), 3), accelerator.num_processes])
+    print([round(x.sum().item(), 3), accelerator.num_processes, scheduler.last_epoch])
 accelerator.end_training()
 """
-    assert losses(tmp_path, code, ranks=2)[1] == 2
+    assert losses(tmp_path, code, ranks=2)[1:] == [2, 2]
 
 
 @pytest.mark.dist
