@@ -161,7 +161,8 @@ class Trackers:
                     f"Logging with `{item}` requires a `logging_dir`: give Accelerator(project_dir=...)",
                     field="project_dir",
                 )
-            self._writes = self._writes or not getattr(kind, "main_process_only", True)
+            of_all = not getattr(kind, "main_process_only", True) or getattr(kind, "_per_rank", False)
+            self._writes = self._writes or of_all
             if item in self._asked.values():
                 raise SettingError(f"log_with has {item!r} twice; give each logger once", field="log_with", got=item)
             name = _name(item)

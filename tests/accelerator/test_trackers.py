@@ -21,8 +21,8 @@ from tests.helpers.warm import warm_python
 class Rows(Logger):
     """Keeps what it is given."""
 
-    def __init__(self) -> None:
-        super().__init__(name="rows")
+    def __init__(self, per_rank: bool = False) -> None:
+        super().__init__(name="rows", per_rank=per_rank)
         self.rows: list[Any] = []
         self.params: list[Any] = []
         self.ended = 0
@@ -51,6 +51,15 @@ def test_what_is_logged_before_the_start_is_kept(make: Any, tmp_path: Path) -> N
     accelerator.end_training()
     accelerator.end_training()
     assert rows.ended == 1
+
+
+def test_a_logger_of_every_rank_has_what_another_rank_logged_before_the_start(tmp_path: Path) -> None:
+    rows = Rows(per_rank=True)
+    of_another_rank = trackers.Trackers(rows, is_main=False)
+    of_another_rank.log({"loss": 1.0}, None)
+    of_another_rank.init("project", None, {}, tmp_path)
+    of_another_rank.finish()
+    assert rows.rows == [(1, {"loss": 1.0})]
 
 
 def test_of_many_records_before_the_start_the_last_are_kept_with_a_warning(make: Any, tmp_path: Path) -> None:
