@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -300,10 +301,12 @@ class Delivery:
     def _finalize(self) -> None:
         """Close the logger at the end of the program if it is still open or records still wait."""
         if self.is_open or self._waiting:
+            # `last_value` is the error that ends a script. An interactive session may go on after it.
+            status = "failed" if hasattr(sys, "last_value") and not hasattr(sys, "ps1") else "success"
             try:
-                self.writer.finalize("success")
+                self.writer.finalize(status)
             finally:
-                self.close("success")  # an overridden `finalize` may not call its base method
+                self.close(status)  # an overridden `finalize` may not call its base method
 
     def _open(self, run_dir: Path, folder: Path) -> None:
         self.run_dir, self.log_dir, self._home = run_dir, folder, Path.cwd()
@@ -347,9 +350,7 @@ class Delivery:
         if self.sender is not None:
             self.sender.backlog.append(record)
             self._note_steps(record)
-        elif self._waiting:
-            self._waiting.append(record)
-        elif self._is_main_here():
+        elif self._waiting or self._is_main_here():
             self._waiting.append(record)
             self._close_at_exit()
 

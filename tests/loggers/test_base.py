@@ -131,14 +131,24 @@ def test_logging_after_finalize_opens_again(tmp_path, monkeypatch):
     logger.log_metrics({"late": 1.0}, step=5)
     logger.log_metrics({"late": 2.0}, step=6)
     assert [call[0] for call in arrived(logger)] == ["start", "finalize", "start", "metrics", "metrics"]
-    ((function,),) = at_exit
+    *_, (function,) = at_exit
+    monkeypatch.delattr("sys.last_value", raising=False)  # pytest sets it after a failed test
     function()
     assert logger.calls[-1] == ("finalize", "success")
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(3)", "logger.finalize('success'); sys.exit(3)", ""])
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("sys.exit(3)", "success"),
+        ("logger.finalize('success'); sys.exit(3)", "success"),
+        ("", "success"),
+        ("raise ValueError", "failed"),
+        ("sys.ps1 = ''; raise ValueError", "success"),
+    ],
+)
 @pytest.mark.parametrize("calls_super", [True, False])
-def test_the_end_of_the_program_calls_a_subclass_finalize_once(tmp_path, ending, calls_super):
+def test_the_end_of_the_program_calls_a_subclass_finalize_once(tmp_path, ending, status, calls_super):
     program = f"""
 import sys
 from instep.loggers import CSVLogger
@@ -158,10 +168,10 @@ logger.log_metrics({{"loss": 0.5}}, step=1)
 {ending}
 """
     done = subprocess.run([warm_python(), "-c", program], cwd=tmp_path, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 3 * bool(ending), done.stderr
-    own = ["own success logger open: True"]
+    assert done.returncode == (1 if "raise" in ending else 3 * bool(ending)), done.stderr
+    own = [f"own {status} logger open: True"]
     again = not calls_super and "finalize" in ending  # it was left open: the end closes it
-    assert done.stdout.splitlines() == own * (1 + again) + ["hook success"], done.stderr
+    assert done.stdout.splitlines() == own * (1 + again) + [f"hook {status}"], done.stderr
     assert (tmp_path / "runs/first/metrics.csv").read_text() == "step,loss\n1,0.5\n"
 
 
