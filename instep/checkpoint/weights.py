@@ -395,8 +395,8 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
         for path in old:  # remove other files of an earlier save, which readers would find too
             if path.name not in files and path != target:
                 path.unlink(missing_ok=True)
-        if not safe and (others := sorted(folder.glob("model*.safetensors"))):
-            warn_user(f"{folder} also has {others[0].name}, which readers take first: delete it if it is older")
+        if not safe and (others := [name for name in (_NAMES[True], _HUB_INDEX) if (folder / name).exists()]):
+            warn_user(f"{folder} also has {others[0]}, which readers take first: delete it if it is older")
         return target
 
     return on_rank_zero(write, f"saving a model's weights in {folder}")

@@ -37,10 +37,13 @@ def test_any_model_is_saved_in_one_file_or_several(make: Any, tmp_path: Path, sa
         accelerator.save_model(prepared, tmp_path, max_shard_size="much")
 
 
-def test_pickled_weights_beside_safetensors_are_warned_of(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "name"), [("1GB", "model.safetensors"), (100, "model.safetensors.index.json")])
+def test_pickled_weights_beside_safetensors_are_warned_of(make: Any, tmp_path: Path, size: Any, name: str) -> None:
     accelerator, model = make(), Net()
-    accelerator.save_model(model, tmp_path)
-    with pytest.warns(UserWarning, match=r"also has model\.safetensors, which readers take first"):
+    (tmp_path / "model_ema.safetensors").touch()
+    accelerator.save_model(model, tmp_path, safe_serialization=False)  # a warning would be an error
+    accelerator.save_model(model, tmp_path, size)
+    with pytest.warns(UserWarning, match=f"also has {name}, which readers take first"):
         accelerator.save_model(model, tmp_path, safe_serialization=False)
 
 
