@@ -65,7 +65,7 @@ class StreamDataset(Dataset[Any]):
         on_bad_sample: "raise": a record that cannot be read or decoded raises a DataError that names the file and the
             place. "skip": the record is left out of its batch. No other sample takes its place, so every other sample
             still counts once; the smaller batch has the same weight in the mean over ranks as the full one. In a
-            `PackedStream` the record is left out of its window.
+            `PackedStream` the record is left out of its window, and a window without any record out of its batch.
             `left_out()` returns which samples were left out.
         format: format of all files: "jsonl", "parquet", "arrow", "tar" or "text"; None: by their suffix.
         cache: folder for indices and copies; None: `$XDG_CACHE_HOME/instep/streams`, or `~/.cache/instep/streams`.
@@ -158,10 +158,8 @@ class StreamDataset(Dataset[Any]):
         """Return the samples of a batch, in the order of the indices; records are read in the order of their files."""
         found = self._instep_readable(indices)
         if len(indices) and not found:
-            raise DataError(
-                f"none of the {len(indices)} samples of a batch can be read, such as "
-                f"{self.describe_sample(indices[0])}. Look at the file"
-            )
+            text = f"none of the {len(indices)} samples of a batch can be read, such as"
+            raise DataError(f"{text} {self.describe_sample(indices[0])}. Look at the file")
         return found
 
     def _checked(self, indices: Sequence[int]) -> Array:

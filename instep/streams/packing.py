@@ -55,6 +55,13 @@ class PackedStream(PackedDataset):
             raise SettingError(text, field="size", got=size)
         self.windows: Any = _Windows(found, self.size, at_least(1)("block", block))
 
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the windows of a batch, except those of which no sequence can be read: their loss would be nan."""
+        found = [window for window in map(self.__getitem__, indices) if window["sequence_ids"].any()]
+        if len(indices) and not found:
+            raise DataError(f"no sequence of a batch of windows can be read, as {self.describe_sample(indices[0])}")
+        return found
+
     def describe_sample(self, index: int) -> str:
         """Describe in a text where the sequences of a window come from, for messages."""
         described = getattr(self.dataset, "describe_sample", lambda sequence: f"sequence {sequence}")

@@ -65,7 +65,7 @@ def test_weights_of_later_phases_may_change_at_a_resume(tmp_path: Path) -> None:
         visits(make_mixture(tmp_path, {0: [3, 1], 2000: [1, 5]}, size=1100), 1, 1, state=state)
 
 
-def test_packed_windows_hold_each_sequence_once_and_resume(tmp_path: Path) -> None:
+def test_packed_windows_hold_each_sequence_once_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path, "parquet", [130, 70])
     stream = StreamDataset(
         tmp_path / "*.parquet", lambda row: [row["n"]] * len(row["ids"]), length="ids", cache=tmp_path
@@ -75,14 +75,11 @@ def test_packed_windows_hold_each_sequence_once_and_resume(tmp_path: Path) -> No
     assert sequences == list(range(200))
     assert max(packed.windows[0]) < 30
     assert "000.parquet, row" in packed.describe_sample(0)
-    packed.__class__.__getitem__, original = lambda self, index: index, packed.__class__.__getitem__
-    try:
-        source = prepare_loader(DataLoader(packed, 4, shuffle=True), seed=3)
-        whole = visits(packed, 1, 0)
-        assert sorted(whole) == list(range(len(packed)))
-        assert visits(packed, 2, 0, state=source.state_dict(3)) == whole[12:]
-    finally:
-        packed.__class__.__getitem__ = original
+    monkeypatch.setattr(PackedStream, "__getitems__", lambda self, indices: list(indices))
+    source = prepare_loader(DataLoader(packed, 4, shuffle=True), seed=3)
+    whole = visits(packed, 1, 0)
+    assert sorted(whole) == list(range(len(packed)))
+    assert visits(packed, 2, 0, state=source.state_dict(3)) == whole[12:]
 
 
 def test_a_bad_sample_is_left_out_of_a_mixture_a_window_and_a_bucket(tmp_path: Path) -> None:
@@ -99,6 +96,10 @@ def test_a_bad_sample_is_left_out_of_a_mixture_a_window_and_a_bucket(tmp_path: P
     with pytest.warns(UserWarning, match="it was left out"):
         found = [windows[index]["sequence_ids"] for index in range(len(windows))]
     assert sum(int(ids.bool().sum()) for ids in found) == sum(n % 5 for n in range(40) if n != 6)
+    alone = PackedStream(stream, size=8, block=1)  # each window has the sequence of its number
+    assert len(alone.__getitems__([1, 6, 2])) == 2
+    with pytest.raises(DataError, match=r"no sequence of a batch of windows can be read, as .*record 6"):
+        alone.__getitems__([6, 6])
     with pytest.raises(DataError, match=r"none of the 1 samples of a batch can be read, such as .*record 6"):
         mixture.__getitems__([(0, 6), (0, 6)])
 
