@@ -68,13 +68,11 @@ class RestoredPlace:
         self.state, self.epoch, self.batches = state, epoch, batches
         self.held: int = state.get("held", 1)
         """Number of batches that the script held when it first used one, in the run that saved the state."""
-        self._left = False  # whether an iteration over the data may have moved the loader away from this position
 
     def go(self, source: PreparedLoader) -> None:
-        """Move the source to this position."""
-        if self._left and self.state["source"] is not None:
+        """Move the source to this position, from which an iteration over the data may have moved it away."""
+        if self.state["source"] is not None:
             source.load_state_dict(self.state["source"])
-        self._left = True
         source.set_epoch(self.epoch)
 
     def next_epoch(self) -> RestoredPlace:
