@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from instep import Accelerator
+from instep.accelerator import DataLoaderConfiguration
 from tests.accelerator.loops import Net, sgd
 from tests.helpers.spawn import run_ranks
 
@@ -169,6 +170,18 @@ class Words(IterableDataset[str]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(["a", "b", "c"])
+
+
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_the_host_waits_for_copies_only_where_it_is_told_so(make: Any, non_blocking: bool) -> None:
+    class Batch:
+        def to(self, device: torch.device, non_blocking: bool) -> tuple[str, bool]:
+            return device.type, non_blocking
+
+    accelerator = make(dataloader_config=DataLoaderConfiguration(non_blocking=non_blocking))
+    loader = accelerator.prepare_data_loader([Batch()])
+    loader._device = torch.device("meta")
+    assert list(loader) == [("meta", non_blocking)]
 
 
 def test_no_number_of_samples_is_left_over_where_none_is_known(make: Any) -> None:

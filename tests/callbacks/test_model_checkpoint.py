@@ -212,7 +212,7 @@ def test_metrics_of_training_and_of_validation_can_be_watched(monitor: str, tmp_
 
 def test_a_metric_that_was_not_logged_is_an_error_that_lists_those_that_were(tmp_path: Path):
     with pytest.raises(SettingError, match=r"monitor='val_los'.*score") as caught:
-        run(tmp_path, ModelCheckpoint(tmp_path / "kept", monitor="val_los"))
+        run(tmp_path, ModelCheckpoint(tmp_path / "kept", monitor="val_los", save_weights_only=True))
     path = tmp_path / "kept" / "step-00000004-1"
     assert f"saved as {path}." in str(caught.value), "nothing that was trained is lost"
     again = quiet(

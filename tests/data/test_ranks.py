@@ -75,6 +75,15 @@ def test_stop_at_the_first_exhausted_rank() -> None:
     assert [step[3] for step in first] == [step[3] for step in second] == [False, True]
 
 
+def _without_cpu() -> list[list[int]]:
+    dist.init_process_group("cuda:gloo")  # as NCCL, which takes no tensors of the CPU
+    return [batch.tolist() for batch in stream([7, 4], "stop")]
+
+
+def test_ranks_agree_where_the_default_group_takes_no_tensors_of_the_cpu() -> None:
+    assert run_ranks(_without_cpu, 2) == [[[1, 2], [3, 4]], [[101, 102], [103, 104]]]
+
+
 def _weights() -> list[Any]:
     source = stream([3, 4], "stop")
     assert not source.plan.uniform

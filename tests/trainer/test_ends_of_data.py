@@ -152,6 +152,28 @@ def test_epochs_of_which_nothing_is_left_or_wanted_are_none_without_a_batch(tmp_
     assert resumed.current_epoch == 3
 
 
+class Endless(IterableDataset[Any]):
+    """Goes on in each epoch where the one before it was left."""
+
+    def __init__(self) -> None:
+        self.state = {"place": 0}
+        self.state_dict, self.load_state_dict = self.state.copy, self.state.update
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.state["place"] += 1
+            yield torch.tensor([float(self.state["place"])])
+
+
+def test_data_that_goes_on_from_epoch_to_epoch_does_so_in_a_run_that_resumes_between_two(tmp_path: Any) -> None:
+    first, second = Summing(), Summing()
+    trainer = quiet(max_epochs=1, limit_train_batches=2)
+    trainer.fit(first, DataLoader(Endless()))
+    path = trainer.save_checkpoint(tmp_path / "at")
+    quiet(max_epochs=2, limit_train_batches=2).fit(second, DataLoader(Endless()), ckpt_path=path)
+    assert (first.seen, second.seen) == ([1.0, 2.0], [3.0, 4.0])
+
+
 # ---- evaluation
 
 

@@ -189,6 +189,9 @@ def test_a_datamodule_comes_back_with_its_state(tmp_path: Path):
     loaded = Data.load_from_checkpoint(path, transform=torch.tanh)
     assert loaded.hparams == {"size": 6, "transform": torch.tanh, "config": data.config}
     assert loaded.seen == data.seen == 1
+    resumed = Data(6, transform=None)
+    quiet(max_steps=2, default_root_dir=tmp_path).fit(Toy(), datamodule=resumed, ckpt_path=path)
+    assert resumed.seen == 2
     (tmp_path / "hparams.yaml").write_text("size: 9\n")
     assert Data.load_from_checkpoint(path, None, tmp_path / "hparams.yaml", transform=None).hparams.size == 9
     with pytest.raises(CheckpointError, match=r"cannot make Data.*'transform'"):
