@@ -48,10 +48,10 @@ class RunSummary:
         best_checkpoint: path of the best checkpoint, or without a `monitor` of the newest; None if there is none.
         best_score: score of this checkpoint.
         monitor: name of the metric that is the score.
-        mode: "min" or "max": which value of this metric is the best.
         metrics: last logged values, by name.
         recompiles: how often torch compiled a function again, if the module is compiled.
         recompile_reason: torch's reason for the first time that it compiled again; "" if there is none.
+        mode: "min" or "max": which value of the metric `monitor` is the best.
 
     Example:
         >>> print(RunSummary("max_steps=8 reached", 10.0, 8, 8, 0, {"forward": 6.0, "other": 4.0}))
@@ -67,10 +67,10 @@ class RunSummary:
     best_checkpoint: str | None = None
     best_score: float | None = None
     monitor: str | None = None
-    mode: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     recompiles: int = 0
     recompile_reason: str = ""
+    mode: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as JSON values."""
