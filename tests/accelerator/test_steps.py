@@ -183,6 +183,21 @@ def test_a_block_within_a_block_is_in_the_same_micro_batch(
     assert (d.weight.item(), g.weight.item()) == (end, end)
 
 
+def test_losses_behind_an_inner_block_belong_to_the_batch_of_the_outer_one(make: Any) -> None:
+    accelerator = make()
+    d, _, g, _ = pair(accelerator)
+    loader = accelerator.prepare_data_loader(numbers(8))
+    batches = iter(loader)
+    (x,), ahead = next(batches), next(batches)
+    with accelerator.accumulate(g):
+        with accelerator.accumulate(d):
+            accelerator.backward(d(x[:, None]).mean())
+        for _ in range(2):
+            accelerator.backward(g(x[:, None]).mean())
+    assert loader.state_dict()["batches"] == 1
+    del ahead  # until here the script has held it, and has not trained on it
+
+
 @pytest.mark.parametrize("num_items", [None, 1])
 @pytest.mark.parametrize("first", ["by hand", "accumulate"])
 def test_loops_that_count_by_hand_and_by_accumulate_follow_each_other(
