@@ -12,7 +12,8 @@ What a block's language means here:
 - `yaml`: a file, as with python; a nameless one is checked as the launcher's config file.
 - none, and no command: an example from another machine, which nobody can repeat here.
 
-A block that cannot run here stands in LEFT_OUT, with the reason.
+A block that cannot run here stands in LEFT_OUT, with the reason. A program that trains for long runs with the smaller
+number of SHORTER.
 """
 
 from __future__ import annotations

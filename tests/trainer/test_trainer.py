@@ -138,6 +138,11 @@ def test_states_are_words_and_members():
     assert list(TrainerFn) == ["fit", "validate", "test", "predict"]
 
 
+class Sized(CSVLogger):
+    def __len__(self) -> int:
+        return 0
+
+
 def test_loggers_may_be_set_between_runs(tmp_path: Path):
     trainer, logger = quiet(max_epochs=1, default_root_dir=tmp_path, logger=True), CSVLogger()
     trainer.logger = logger
@@ -151,6 +156,8 @@ def test_loggers_may_be_set_between_runs(tmp_path: Path):
     assert logger.log_dir == trainer.log_dir
     trainer.logger = False
     assert trainer.logger is None
+    trainer.logger = Sized()
+    assert type(trainer.logger) is Sized, "a logger without a record is a logger"
     trainer.loggers = ["csv", "jsonl"]
     assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger", "JSONLinesLogger"]
     with pytest.raises(SettingError, match=r"'cvs' is not known.*'csv'"):
