@@ -14,6 +14,8 @@ from contenders import Save
 def train(make_accelerator: Any, tqdm: Any, case: str, loader: Any, root: Path, log_every_n_steps: int) -> Save:
     """One epoch; ready batches, which are no DataLoader, are not prepared.
 
+    `end_training` is left to the end of the process: instep's saves no state after it.
+
     Args:
         make_accelerator: the class.
         tqdm: the bar that belongs to it.
@@ -54,5 +56,4 @@ def train(make_accelerator: Any, tqdm: Any, case: str, loader: Any, root: Path, 
                 if step % log_every_n_steps == 0:
                     accelerator.log({"loss": loss.item()}, step=step)
         bar.close()
-    accelerator.end_training()
     return accelerator.save_state
