@@ -26,7 +26,7 @@ from instep.streams.index import Index, default_cache
 from instep.streams.order import order_from, place_of
 from instep.utils.atomic import replace
 from instep.utils.checks import is_int
-from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
+from instep.utils.untrusted_files import INDEX_BYTES, open_regular, parse_object, read_regular
 
 NAME = "samples.jsonl"
 # pattern of the names of those files beside `samples.jsonl` that describe the order of a data set
@@ -53,11 +53,18 @@ def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulat
 
 def _note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulate: int | None) -> None:
     line = {"step": step, "epoch": epoch, "batch": batch, "accumulate": accumulate, **_division(folder, source, batch)}
-    path = folder / NAME
-    lines = _lines(path)
-    if lines and _follows(lines[-1], line):
-        return
-    replace(path, "".join(json.dumps(each) + "\n" for each in [*lines, line]).encode())
+    path, last = folder / NAME, None
+    with suppress(OSError, ValueError), open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 2**12))  # more than a line has
+        last = parse_object(file.readall().rpartition(b"\n")[0].rpartition(b"\n")[2])
+    if last is None or not _follows(last, line):
+        # If epochs end early, each of them has a line, so the lines before are neither read nor written again.
+        with open(path, "wb" if last is None else "ab", opener=_no_link) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _division(folder: Path, source: Any, batch: int) -> dict[str, Any]:
@@ -142,8 +149,7 @@ def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cach
     if not batches:
         last = max((batch["rank"] for batch in answer["batches"]), default=0)
         raise UsageError(f"step {step} had no rank {rank}: expected one of 0 to {last}")
-    skipped = [str(folder) for folder in folders[:place]]
-    return {"run": str(folders[place]), "skipped": skipped, **answer, "batches": batches}
+    return {"run": str(folders[place]), "skipped": [*map(str, folders[:place])], **answer, "batches": batches}
 
 
 def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
@@ -174,14 +180,11 @@ def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = N
     Raises:
         DataError: the folder does not show the samples; the message has the reason.
     """
-    path = folder / NAME
-    reached: list[dict[str, Any]] = []
-    for line in _lines(path):
-        if not is_int(line.get("step"), 0):
-            raise DataError(f"{path} is damaged: a line has no step. `instep replay` repeats steps of a checkpoint")
-        # If the run was resumed from an earlier step, later lines replace those of the repeated steps.
-        reached = [each for each in reached if each["step"] < line["step"]] + [line]
-    line = next((each for each in reversed(reached) if each["step"] < step), None)
+    path, lines = folder / NAME, _lines(folder / NAME)
+    if not all(is_int(line.get("step"), 0) for line in lines):
+        raise DataError(f"{path} is damaged: a line has no step. `instep replay` repeats steps of a checkpoint")
+    # If the run was resumed from an earlier step, later lines replace those of the repeated steps.
+    line = next((each for each in reversed(lines) if each["step"] < step), None)
     if line is None:
         raise DataError(f"{path} does not say which samples step {step} had: no training is noted there")
     if "unknown" in line or line.get("accumulate") is None:

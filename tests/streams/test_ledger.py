@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from instep import Callback
 from instep.callbacks import ModelCheckpoint
 from instep.cli.main import main
 from instep.data import StreamDataset, StreamMixture
 from instep.errors import DataError, NonFiniteError
 from instep.runs.entries import read_entries
+from instep.streams import ledger
 from instep.streams.ledger import samples_of
+from instep.utils.untrusted_files import parse_object
 from tests.helpers.spawn import run_ranks
 from tests.streams.files import write_shards
 from tests.trainer.toys import Toy, quiet
@@ -74,6 +77,25 @@ def test_each_step_has_the_samples_that_its_ranks_trained_on(tmp_path: Path) -> 
     for step in range(12, 20):
         assert said(folder, step, 2) == [seen[step] for seen, _ in rest]
     assert len((Path(folder) / "samples.jsonl").read_text().splitlines()) <= 3, "nothing is written per step"
+
+
+def test_a_line_is_added_without_reading_or_writing_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ends(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None  # so no epoch begins at the step that the line before implies
+
+    parsed: list[bytes] = []
+    monkeypatch.setattr(ledger, "parse_object", lambda line: parsed.append(line) or parse_object(line))
+    trainer = quiet(max_epochs=30, default_root_dir=tmp_path, enable_checkpointing=True, callbacks=[Ends()])
+    module = Ranked(lr=1e-6)
+    data = TensorDataset(torch.arange(8.0)[:, None].repeat(1, 4), torch.zeros(8))
+    trainer.fit(module, DataLoader(data, 2, shuffle=True))
+    folder = str(trainer.run_folder.path)
+    lines = Path(folder, "samples.jsonl").read_bytes().splitlines()
+    assert len(lines) == 30
+    assert parsed == lines[:-1]
+    for step in (1, 2, 31, 60):
+        assert said(folder, step, 1) == [module.steps[step]]
 
 
 def test_the_command_names_file_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
