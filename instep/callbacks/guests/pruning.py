@@ -473,6 +473,9 @@ def _refresh(part: nn.Module) -> None:
     for hook in part._forward_pre_hooks.values():
         if isinstance(hook, torch_prune.BasePruningMethod):
             name = str(hook._tensor_name)
+            if isinstance(hook, torch_prune.PruningContainer):
+                # torch keeps every pruning, some with a mask of full size, and uses only the last one
+                hook._pruning_methods = hook._pruning_methods[-1:]
             with torch.no_grad():
                 setattr(part, name, hook.apply_mask(part))
 

@@ -110,6 +110,14 @@ def test_what_is_left_has_its_first_values_and_is_counted(tmp_path: Path, caplog
     assert lines == ["Applied `L1Unstructured`. Pruned: 0/65 (0.00%) -> 16/65 (24.62%)"]
 
 
+def test_earlier_masks_are_not_kept(tmp_path: Path) -> None:
+    pruning = OfLinear("l1_unstructured", amount=1, make_pruning_permanent=False)
+    module, *_ = fit(tmp_path, pruning, max_epochs=20)
+    hooks = [hook for part in (module.first, module.last) for hook in part._forward_pre_hooks.values()]
+    assert [len(hook) for hook in hooks if isinstance(hook, prune.PruningContainer)] == [1, 1, 1, 1]
+    assert int(sum((mask == 0).sum() for name, mask in module.named_buffers() if name.endswith("_mask"))) == 20
+
+
 def test_wrong_arguments_are_named() -> None:
     for arguments, text in (
         ({"pruning_fn": "l2"}, "isn't available"),
