@@ -127,6 +127,7 @@ def test_a_better_value_takes_a_verdict_back_that_has_waited():
     assert (callback.stopping_reason, callback.stopped_epoch) == (EXHAUSTED, 1)
     run(callback, [0.5])
     assert callback.state_dict() == {**EarlyStopping("val_loss").state_dict(), "best_score": 0.5}
+    assert callback.stopping_reason_message is EarlyStopping("val_loss").stopping_reason_message is None
 
 
 def test_nan_stops_at_once_and_is_not_best():

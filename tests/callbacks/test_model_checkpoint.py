@@ -201,6 +201,17 @@ def test_after_every_validation_where_there_are_several_in_an_epoch(tmp_path: Pa
     assert names(tmp_path / "kept") == ["step-00000002-1", "step-00000004-1"]
 
 
+def test_what_is_saved_at_the_step_of_a_validation_is_ranked_by_it(tmp_path: Path):
+    class Counts(Toy):
+        def on_validation_epoch_end(self) -> None:
+            self.log("score", float(self.trainer.global_step))
+
+    saver = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=-1, every_n_train_steps=1)
+    run(tmp_path, saver, module=Counts(), val_check_interval=1)
+    ranked = {Path(path).name: float(score) for path, score in saver.best_k_models.items()}
+    assert ranked == {f"step-0000000{step}-1": step for step in (1, 2, 3, 4)}
+
+
 @pytest.mark.parametrize("monitor", ["train_loss", "train_loss_epoch", "val_loss"])
 def test_metrics_of_training_and_of_validation_can_be_watched(monitor: str, tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", monitor=monitor, filename="{epoch}-{" + monitor + ":.3f}")

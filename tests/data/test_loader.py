@@ -351,6 +351,15 @@ def test_a_foreign_sampler_is_drawn_alike_and_sharded() -> None:
     assert sorted(real([resumed])) == sorted(set(orders[1]) - set(ranks[0].sampler.order[:6].tolist()))  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("batch_size", [3, None])
+def test_the_runs_seed_decides_what_a_foreign_sampler_draws(batch_size: int | None) -> None:
+    def order(seed: int) -> list[int]:
+        loader = DataLoader(Wide(1000), batch_size=batch_size, sampler=EpochSampler(11))
+        return list(map(int, prepare_loader(loader, seed=seed).sampler.order))  # type: ignore[attr-defined]
+
+    assert order(1) == order(1) != order(2)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_batch_sampler_is_spread_by_whole_batches(world: int) -> None:
     def make() -> DataLoader[int]:

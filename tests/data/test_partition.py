@@ -41,6 +41,13 @@ CASES = {  # the batch, its known size, whether it must have it, the samples fou
     "images and labels of unknown size": ((images(4), (0, 1, 2, 3)), None, False, 4, (images(4)[1:], (1, 2, 3))),
     "images": (list(images(4)), 4, True, 4, list(images(4)[1:])),
     "samples of an image and a label": ([(images(1)[0], 5)] * 2, 2, True, 2, [(images(1)[0], 5)]),
+    "samples of a name, short last batch": (
+        {"a": [("a", "b", "c"), ("x", "y", "z")]},
+        2,
+        False,
+        2,
+        {"a": [("x", "y", "z")]},
+    ),
     "a note beside": ([tensor(3), "whole", ["two", "notes"]], 3, True, 3, [tensor(2) + 1, "whole", ["two", "notes"]]),
 }
 

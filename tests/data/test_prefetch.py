@@ -29,17 +29,19 @@ def on_meta(samples: list[Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loader", "pinned"),
+    ("loader", "device", "pinned"),
     [
-        (DataLoader(ROWS, 3), 2),
-        (DataLoader(ROWS, batch_size=None, sampler=range(2)), 2),
-        (DataLoader(TensorDataset(torch.ones(6, 2, device="meta")), 3), 0),
-        (DataLoader(ROWS, 3, collate_fn=on_meta, pin_memory=True), 0),
-        (DataLoader(ROWS, 3, collate_fn=lambda samples: {"x": [on_meta(samples)], "n": 1}), 0),
+        (DataLoader(ROWS, 3), "cuda", 2),
+        (DataLoader(ROWS, batch_size=None, sampler=range(2)), "cuda", 2),
+        (DataLoader(TensorDataset(torch.ones(6, 2, device="meta")), 3), "cuda", 0),
+        (DataLoader(ROWS, 3, collate_fn=on_meta, pin_memory=True), "cuda", 0),
+        (DataLoader(ROWS, 3, collate_fn=lambda samples: {"x": [on_meta(samples)], "n": 1}), "cuda", 0),
+        (DataLoader(ROWS, 3), "cpu", 0),
+        (DataLoader(ROWS, 3, pin_memory=True), None, 0),
     ],
 )
-def test_only_what_lies_on_the_host_is_pinned(
-    loader: DataLoader[Any], pinned: int, monkeypatch: pytest.MonkeyPatch
+def test_only_what_lies_on_the_host_is_pinned_where_there_is_a_device(
+    loader: DataLoader[Any], device: str | None, pinned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
 
@@ -50,9 +52,9 @@ def test_only_what_lies_on_the_host_is_pinned(
                 raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
         return batch
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: device is not None)
     monkeypatch.setattr("torch.utils.data._utils.pin_memory.pin_memory", pin)
-    source = prepare_loader(loader, device=torch.device("cuda"))
+    source = prepare_loader(loader, device=None if device is None else torch.device(device))
     assert len(list(source)) == 2
     assert len(calls) == pinned
 

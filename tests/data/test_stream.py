@@ -398,9 +398,11 @@ def test_seed_samples_is_not_ignored_silently() -> None:
 
 
 def test_batch_size_of_a_stream() -> None:
-    source = prepare_loader(DataLoader(Stream(11), batch_size=2), batch_size=4)
+    generator = torch.Generator()
+    source = prepare_loader(DataLoader(Stream(11), batch_size=2, generator=generator), batch_size=4)
     assert [len(batch) for batch in run(source)] == [4, 4, 3]
     assert source.batch_size == 4
+    assert source.loader.generator is generator  # type: ignore[attr-defined]
 
 
 def test_set_epoch_reaches_the_data_set() -> None:

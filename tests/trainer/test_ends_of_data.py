@@ -372,7 +372,8 @@ def resumed(kind: Any) -> list[list[float]]:
             for number, batch in enumerate(second, second.first_batch):
                 assert second.share.mine == (0 if dist.get_rank() == 0 else 1)
                 if number == stop:
-                    second.state_dict(number + 1)  # a save after the resume
+                    again = second.state_dict(number + 1)  # a save after the resume
+                    assert dist.get_rank() == 1 or again.get("state") == state.get("state")
                 given.append(batch.item())
         parts.append(taken + given)
     return [whole, *parts]

@@ -15,6 +15,7 @@ from instep import Trainer, TrainModule
 from instep.callbacks import ModelCheckpoint
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
 from instep.state import GradientState
+from instep.trainer.metrics import print_results
 from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, samples, weights
 
 
@@ -59,6 +60,14 @@ def test_the_result_is_the_mean_over_all_samples(
     (line,) = (line for line in capsys.readouterr().out.splitlines() if name in line)
     assert f"{result[name]:.6g}" in line
     assert "{" not in line
+
+
+def test_the_name_of_a_result_controls_no_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)  # as in a notebook
+    print_results([{"loss\n\x1b[31m": 1.5}], "test")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "loss" in line)
+    assert r"loss\n\x1b[31m" in line
+    assert "1.5" in line
 
 
 @pytest.mark.parametrize("fn", ["validate", "test"])

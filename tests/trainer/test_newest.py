@@ -207,7 +207,7 @@ def test_a_run_that_nobody_resumes_keeps_what_its_policy_keeps(tmp_path: Path):
     assert [step for step, _ in there(tmp_path).values()] == [20]
 
 
-@pytest.mark.parametrize(("die", "steps"), [(30, "10 steps are"), (21, "1 step is")])
+@pytest.mark.parametrize(("die", "steps"), [(30, "10 steps are"), (22, "2 steps are"), (21, "1 step is")])
 def test_a_resume_says_how_many_steps_are_trained_again(
     die: int, steps: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -153,6 +153,7 @@ class Keeps(Toy):
             "Adam": torch.optim.Adam(self.parameters()),
             "GradScaler": torch.amp.GradScaler("cpu"),
             "AveragedRates": AveragedRates(),
+            "callback": Timer(),
         }
         self.layer.kept = {"deeper": kept[self.kind]} if self.kind in kept else None
         if self.kind == "returned":
@@ -170,7 +171,7 @@ def test_a_state_that_hangs_on_the_module_and_is_in_no_checkpoint_is_warned_of(k
         fit(tmp_path, module=Keeps(kind))
 
 
-@pytest.mark.parametrize("kind", ["returned", "nothing"])
+@pytest.mark.parametrize("kind", ["returned", "callback", "nothing"])
 def test_what_is_saved_is_not_warned_of(kind: str, tmp_path: Path) -> None:
     fit(tmp_path, module=Keeps(kind))
 
