@@ -172,6 +172,20 @@ def test_no_epoch_compiles_the_step_anew(settings: Any) -> None:
     assert trainer.run_summary.recompiles == (len(settings) if ONE_GRAPH else 0)  # .grad is None, or not
 
 
+@dynamo.config.patch(cache_size_limit=2)
+def test_every_run_of_a_process_compiles_the_optimizer() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    for run in range(1, 5):
+        _, trainer = train(compile={"scope": "step", "backend": backend}, max_epochs=1)
+        assert sum("addcdiv" in code for code in graphs) == run  # the update of Adam
+        assert trainer.run_summary.recompiles == 0
+
+
 def test_what_a_graph_overwrites_is_copied_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         kept: list[Any] = []

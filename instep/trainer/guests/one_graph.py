@@ -32,6 +32,8 @@ class OneGraph(StepGuest):
         self._warned: set[str] = set()
         self.captured: cuda_graphs.CapturedStep | None = None
         self._compiled: Callable[..., Any] | None = None
+        if ctx.optimizers and getattr(ctx.settings.compile, "optimizer", False):
+            ctx.exit_stack.callback(forget_code, ctx.optimizers[0].step)
 
     def forward_backward(self, parts: StepParts) -> None:
         """Replace forward and backward by one graph, where that is possible."""
@@ -69,10 +71,9 @@ class OneGraph(StepGuest):
         return "" if records else why_no_backward_in_graph()
 
     def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            if self.ctx.rank == 0:
-                warn_user(text)
+        if text not in self._warned and self.ctx.rank == 0:
+            warn_user(text)
+        self._warned.add(text)
 
     def _recorded(self, parts: StepParts, recorder: cuda_graphs.Recorder) -> Step:
         """Make the function that replays forward, loss and backward of one batch as a CUDA graph.
@@ -81,9 +82,8 @@ class OneGraph(StepGuest):
         may have other weights.
         """
         ctx, log, buffer, train = self.ctx, self.ctx.log, self.ctx.log.buffer, parts.forward_backward
-        if self.captured is None:
-            self.captured = cuda_graphs.CapturedStep(ctx.module, parts.take, buffer, recorder, ctx.device)
-        captured, full_batches = self.captured, parts.full_batches
+        captured = self.captured or cuda_graphs.CapturedStep(ctx.module, parts.take, buffer, recorder, ctx.device)
+        self.captured, full_batches = captured, parts.full_batches
 
         def normal(batch: Any, batch_idx: int) -> Any:
             return cuda_graphs.without_graph(train(batch, batch_idx))
@@ -147,7 +147,8 @@ class OneGraph(StepGuest):
         if config is not None and config.optimizer and not ctx.settings.cuda_graphs:
             why = why_not_compiled(optimizer, scheduled) if plain else worked_around
             if not why:
-                return compile_optimizer_step(optimizer, config)
+                # torch's own hooks around an optimizer step break the graph
+                return torch.compile(optimizer.step, **{**config.options_of_torch(), "fullgraph": False})
             self._warn_once(f'compile="step": the step of {type(optimizer).__name__} is not compiled, since {why}.')
         elif captured is not None:
             why = cuda_graphs.why_not_captured(optimizer, scheduled) if plain else worked_around
@@ -195,11 +196,11 @@ def compile_forward_backward(training_step: Callable[[Any, int], Any], config: C
     return torch.compile(forward_backward, **config.options_of_torch())
 
 
-def compile_optimizer_step(optimizer: torch.optim.Optimizer, config: CompileConfig) -> Callable[[], Any]:
-    """Return an optimizer's `step`, compiled."""
-    options = config.options_of_torch()
-    options.pop("fullgraph", None)  # torch's own hooks around an optimizer step break the graph
-    return torch.compile(optimizer.step, **options)
+def forget_code(step: Any) -> None:
+    """Remove an optimizer's compiled step from torch's cache, whose 8 places in a process are never free again."""
+    while step is not None:
+        torch._dynamo.eval_frame.remove_from_cache(step)
+        step = getattr(step, "__wrapped__", None)  # torch compiles parts of a step that hooks are around
 
 
 def why_not_compiled(optimizer: torch.optim.Optimizer, scheduled: bool) -> str:
