@@ -361,7 +361,7 @@ class Opening:
                 raw = next(self._raw, _END) if passed < most else _END
                 if raw is not _END:
                     kept.append((raw, source.share))
-                elif self._reads_ahead(passed):
+                elif not kept or self._reads_ahead(passed):  # no batch is left, or the script holds those that were
                     return [], first + passed
             at = passed if passed < len(kept) else 0
             raw, source.share = kept[at]

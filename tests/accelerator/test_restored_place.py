@@ -196,6 +196,17 @@ def peek(script: Script) -> None:
     next(iter(script.loader))
 
 
+def test_a_look_costs_nothing_where_a_stream_has_become_so_short_that_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, _ = saved(tmp_path, 5, stream=True)
+    monkeypatch.setattr(f"{__name__}.SAMPLES", 5 * SIZE)
+    whole = Script(stream=True).run(plainly)
+    script = resumed(path, stream=True)
+    peek(script)
+    assert script.run(plainly) == whole[5:]
+
+
 def evaluate(script: Script) -> None:
     seen: list[int] = []
     with torch.no_grad():
