@@ -886,6 +886,10 @@ class Accelerator(ProcessMethods):
             unwrap: whether to return the object that the logger writes with, such as a TensorBoard writer or a wandb
                 run.
 
+        Returns:
+            The logger, or the object. On ranks other than the main one, if `init_trackers` was called only there, a
+            `GeneralTracker` whose methods do nothing.
+
         Raises:
             UsageError: there is no logger of that name.
         """

@@ -296,6 +296,8 @@ class Trackers:
             unwrap: whether to return the writer, such as TensorBoard's. On ranks other than the main one it is an
                 object whose methods do nothing.
         """
+        if not self._started and not self._is_main:  # scripts may call init_trackers() on the main process only
+            return GeneralTracker(_blank=True)
         if name not in self._started:
             known = ", ".join(self._started) or "none"
             raise UsageError(

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) -> tuple[list[str], str, bool]:
     """Return the words after `python`, the folder to run in, and whether the program starts its own ranks."""
     given = shlex.split(args.command) if args.command else args.after
-    if given and Path(given[0]).name.startswith("python"):
+    if given and re.fullmatch(r"python[\d.]*(\.exe)?", Path(given[0]).name):
         given = given[1:]
     if recorded is None and not given:
         raise CheckpointError(

@@ -37,6 +37,7 @@ def prepare_loader(
     seed_samples: bool = False,
     batch_size: int | None = None,
     limit: int | float | None = None,
+    limit_name: str | None = None,
     stage: str = "train",
     device: torch.device | None = None,
     uneven: str | None = None,
@@ -69,8 +70,8 @@ def prepare_loader(
             and workers.
         batch_size: batch size to use instead of the loader's: per rank, or of all ranks with `split_batches`.
         limit: number of batches per rank (int), or fraction of the batches (float); None for all.
-        stage: "train", "val", "test" or "predict"; it names the limit in errors. A loader's own `state_dict` is kept
-            for a resume only for "train".
+        limit_name: the limit's name in errors; None: `limit_train_batches` and so on, by the stage.
+        stage: "train", "val", "test" or "predict". A loader's own `state_dict` is kept for a resume only for "train".
         device: device that the batches will be moved to. For CUDA, batches of map-style and dispatched data are put
             into pinned memory, whatever the loader's `pin_memory` is, unless they already have tensors on a device.
         uneven: what to do if ranks have different numbers of batches, which is never so if instep divides the data.
@@ -120,7 +121,7 @@ def prepare_loader(
         )
     if not hasattr(loader, "__iter__"):
         raise DataError(f"{type(loader).__name__} cannot be iterated. Give a DataLoader or another iterable of batches")
-    name = f"limit_{stage}_batches"
+    name = limit_name or f"limit_{stage}_batches"
     indexed = type(loader) is DataLoader and _is_map_style(loader) and _has_end(loader)
     pin = getattr(loader, "pin_memory", False) or (device is not None and device.type == "cuda")
     split_batches = split_batches and world_size > 1

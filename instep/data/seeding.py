@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -143,8 +143,11 @@ class SeededDataset:
             return self._load(batch)
         with self._block:
             if batch.per_sample:
-                return [self._load_seeded([index], _sample_seed(batch.seed, index))[0] for index in batch]
-            return self._load_seeded(batch, batch.seed)
+                # a stream may leave out bad samples; if it leaves out all, `_load` raises its error for the batch
+                load: Any = getattr(self._dataset, "_instep_readable", self._load)
+                parts = [self._load_seeded([index], _sample_seed(batch.seed, index), load) for index in batch]
+                return [sample for part in parts for sample in part] or self._load(batch)
+            return self._load_seeded(batch, batch.seed, self._load)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, SeededIndex):
@@ -154,9 +157,9 @@ class SeededDataset:
             seed_generators(_sample_seed(seed, key) if per_sample else seed)
             return load_each(self._dataset, [key])[0]
 
-    def _load_seeded(self, indices: Any, seed: int) -> Any:
+    def _load_seeded(self, indices: Any, seed: int, load: Callable[[Any], Any]) -> Any:
         seed_generators(seed)
-        return self._load(indices)
+        return load(indices)
 
     def _load(self, indices: Any) -> Any:
         return load_each(self._dataset, indices) if self._many is None else self._many(list(indices))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from instep.errors import SettingError, UsageError, one_of
+from instep.state.environment import read_number
 
 # Seconds from the end of the ranks' grace period until ranks are killed. In this time, ranks end themselves and report
 # where in the code they are.
@@ -177,8 +178,7 @@ def spec_for_nodes(
     shutdown_s = grace_period_s + SHUTDOWN_MARGIN_S
     if num_nodes == 1:
         return LaunchSpec(nproc, command, shutdown_s=shutdown_s, env=env or {})
-    missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
+    if missing := [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise UsageError(
             f"num_nodes={num_nodes}: start the program once on each node with NODE_RANK, MASTER_ADDR and MASTER_PORT "
             f"in the environment, or under torchrun; {', '.join(missing)} is missing."
@@ -187,9 +187,9 @@ def spec_for_nodes(
         nproc,
         command,
         num_nodes=num_nodes,
-        node_rank=int(os.environ["NODE_RANK"]),
+        node_rank=read_number(os.environ, "NODE_RANK"),
         master_addr=os.environ["MASTER_ADDR"],
-        master_port=int(os.environ["MASTER_PORT"]),
+        master_port=read_number(os.environ, "MASTER_PORT", high=65535),
         shutdown_s=shutdown_s,
         run_id=f"instep-{os.environ['MASTER_PORT']}",
         env=env or {},

@@ -169,8 +169,8 @@ class FSDPStrategy(Strategy):
         flags = {"cpu_offload": cpu_offload, "meta_init": meta_init, "accumulate_sharded": accumulate_sharded}
         for field, value in flags.items():
             FLAG(field, value)
-        if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
-            raise wrong("reshard_after_forward", reshard_after_forward, "True, False, or a number of processes")
+        if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+            reshard_after_forward = at_least(2, "or True or False")("reshard_after_forward", reshard_after_forward)
         if not isinstance(compile, bool | Mapping):
             raise wrong("compile", compile, "True, False, or a dict of options of torch.compile")
         if isinstance(forward_methods, str):

@@ -53,14 +53,15 @@ def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulat
 
 def _note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulate: int | None) -> None:
     line = {"step": step, "epoch": epoch, "batch": batch, "accumulate": accumulate, **_division(folder, source, batch)}
-    path, last = folder / NAME, None
+    path, last, torn = folder / NAME, None, b""
     with suppress(OSError, ValueError), open_regular(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 2**12))  # more than a line has
-        last = parse_object(file.readall().rpartition(b"\n")[0].rpartition(b"\n")[2])
-    if last is None or not _follows(last, line):
+        *_, before, torn = b"", *file.readall().split(b"\n")
+        last = parse_object(before)
+    if torn or last is None or not _follows(last, line):
         # If epochs end early, each of them has a line, so the lines before are neither read nor written again.
-        with open(path, "wb" if last is None else "ab", opener=_no_link) as file:
-            file.write(json.dumps(line).encode() + b"\n")
+        with open(path, "ab", opener=_no_link) as file:
+            file.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
 
 
 def _no_link(path: str, flags: int) -> int:
@@ -97,12 +98,6 @@ def _division(folder: Path, source: Any, batch: int) -> dict[str, Any]:
         "frozen": source.frozen,
         "order": order,
     }
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    with suppress(OSError, ValueError):
-        return [parse_object(line) for line in read_regular(path, _MOST_BYTES).splitlines()]
-    return []
 
 
 _PLACE = ("step", "epoch", "batch", "done", "batches")
@@ -180,12 +175,15 @@ def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = N
     Raises:
         DataError: the folder does not show the samples; the message has the reason.
     """
-    path, lines = folder / NAME, _lines(folder / NAME)
-    if not all(is_int(line.get("step"), 0) for line in lines):
-        raise DataError(f"{path} is damaged: a line has no step. `instep replay` repeats steps of a checkpoint")
-    # If the run was resumed from an earlier step, later lines replace those of the repeated steps.
-    line = next((each for each in reversed(lines) if each["step"] < step), None)
-    if line is None:
+    path = folder / NAME
+    try:
+        # If the run was resumed from an earlier step, later lines replace those of the repeated steps.
+        lines = map(parse_object, reversed(read_regular(path, _MOST_BYTES).splitlines()))
+        line = next((each for each in lines if each["step"] < step), None)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        hint = "`instep replay` repeats steps of a checkpoint"
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}). {hint}") from error
+    if line is None or not is_int(line["step"], 0):
         raise DataError(f"{path} does not say which samples step {step} had: no training is noted there")
     if "unknown" in line or line.get("accumulate") is None:
         why = line.get("unknown", "the number of batches of a step changed within epochs, or the steps are manual")

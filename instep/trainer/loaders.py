@@ -229,13 +229,13 @@ class Loaders:
         elif size is not None:
             micro_batch, self.phases = derive_phases(size, self._strategy.data_world_size, _batch_size(raw))
             self.accumulate = phase_at(self.phases, self._trainer.position.global_step)[0]
-        limit = settings.train_limit
+        limit = settings.limit("train")
         if isinstance(raw, (dict, list, tuple, room.CombinedLoader)) and not _is_batches(raw):
             combined = raw if isinstance(raw, room.CombinedLoader) else room.CombinedLoader(raw, "max_size_cycle")
             if combined.mode == "sequential":
                 raise SettingError("mode='sequential' is for evaluation; fit needs another mode", field="mode")
             source = combined.map(lambda loader: self._prepare(loader, "train", 1.0, None))
-            source.limit(limit)
+            source.limit(limit, settings.limit_name("train"))
         else:
             source = self._prepare(raw, "train", limit, micro_batch)
         self._gradient.num_steps = self.accumulate
@@ -309,7 +309,7 @@ class Loaders:
 
     def _prepare_evaluation(self, stage: str) -> list[BatchSource]:
         settings = self.settings
-        limit = settings.val_limit if stage == "val" else getattr(settings, f"limit_{stage}_batches")
+        limit = settings.limit(stage)
         stays = stage == "val" and not settings.reload_dataloaders_every_n_epochs and self.has("train")
         with self._as_first_asked() if stays else nullcontext():
             raw = None if limit == 0 else self._raw(stage)
@@ -318,7 +318,7 @@ class Loaders:
         if isinstance(raw, room.CombinedLoader):
             if raw.mode != "sequential":
                 source = raw.map(lambda loader: self._prepare(loader, stage, 1.0, None))
-                source.limit(limit, f"limit_{stage}_batches")
+                source.limit(limit, settings.limit_name(stage))
                 return [source]
             return raw.prepared_one_by_one(self._prepare, stage, limit)
         if isinstance(raw, dict):
@@ -343,7 +343,7 @@ class Loaders:
         # With `reload_dataloaders_every_n_epochs`, do not call the loader method here: it is called only in epochs that
         # validate. If loaders were passed to the Trainer's method, no loader method is called.
         asked = self.given.get("val") is None and self.settings.reload_dataloaders_every_n_epochs
-        later = asked and self.settings.val_limit != 0
+        later = asked and self.settings.limit("val") != 0
         if not (self._has("val") if later else self.evaluation("val")):
             return False
         if not is_overridden(module, "validation_step", TrainModule):
@@ -424,6 +424,7 @@ class Loaders:
             seed_samples=settings.seed_samples,
             batch_size=micro_batch,
             limit=limit,
+            limit_name=settings.limit_name(stage),
             stage=stage,
             device=self._device,
             uneven=settings.uneven if stage == "train" or settings.uneven == "error" else "join",

@@ -153,7 +153,7 @@ def prepare_training(ctx: RunContext) -> None:
     for guest in ctx.guests:
         guest.check()
     ctx.validation.enabled = ctx.loaders.validates
-    if ctx.validation.enabled and ctx.settings.train_limit != 0:
+    if ctx.validation.enabled and ctx.settings.limit("train") != 0:
         # check the interval now, and not only in the first epoch that validates
         validation_interval(ctx)
     if isinstance(ctx.settings.val_check_interval, timedelta):
@@ -230,7 +230,7 @@ def start_training(ctx: RunContext) -> None:
             f"{type(ctx.module).__name__} is in eval mode, so dropout is off. Call model.train() before fit, unless "
             "that is meant."
         )
-    if is_finished(ctx) and s.train_limit != 0:
+    if is_finished(ctx) and s.limit("train") != 0:
         trainer._print(
             f"Nothing is left to train: epoch {at.epoch + at.epoch_ended} and step {at.global_step} are done, with "
             f"max_epochs={s.max_epochs}, max_steps={s.max_steps}. Raise one of them; "
@@ -253,7 +253,7 @@ def check_saving(ctx: RunContext) -> None:
 def is_finished(ctx: RunContext) -> bool:
     """Return True if training is over: one of its limits is reached, or the run is stopping."""
     at, s = ctx.position, ctx.settings
-    if s.train_limit == 0 or (s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs):
+    if s.limit("train") == 0 or (s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs):
         return True
     resumes = ctx.resume is not None and not ctx.resume.restored
     if resumes and at.owes_end and (at.global_step <= s.max_steps or s.max_steps == -1):
@@ -454,7 +454,7 @@ def print_why_it_ended(ctx: RunContext) -> None:
     elif s.max_steps != -1 and at.global_step >= s.max_steps:
         why = f"max_steps={s.max_steps} reached"
     else:
-        why = "limit_train_batches=0" if s.train_limit == 0 else f"max_epochs={s.max_epochs} reached"
+        why = "limit_train_batches=0" if s.limit("train") == 0 else f"max_epochs={s.max_epochs} reached"
     ctx.ending.reason = why.rstrip(".")
     trainer._print(f"fit ended at step {at.global_step}: {ctx.ending.reason}.")
     trainer.metrics.keep(ctx.log)

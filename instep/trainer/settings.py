@@ -237,15 +237,13 @@ class Settings:
     hang_timeout_s: Annotated[float | None, SECONDS] = None
     name: Annotated[str | None, _NAME] = None
 
-    @property
-    def train_limit(self) -> int | float:
-        """Limit of training batches: `overfit_batches` if it is set, else `limit_train_batches`."""
-        return self.overfit_batches or self.limit_train_batches
+    def limit_name(self, stage: str) -> str:
+        """Return the name of the setting that limits the batches of a stage: "train", "val", "test" or "predict"."""
+        return "overfit_batches" if self.overfit_batches and stage in ("train", "val") else f"limit_{stage}_batches"
 
-    @property
-    def val_limit(self) -> int | float:
-        """Limit of validation batches: `overfit_batches` if it is set, else `limit_val_batches`."""
-        return self.overfit_batches or self.limit_val_batches
+    def limit(self, stage: str) -> int | float:
+        """Return the limit of a stage's batches: `overfit_batches` if it is set and concerns the stage."""
+        return getattr(self, self.limit_name(stage))
 
 
 _CHECKS = checks_of(Settings)

@@ -174,11 +174,11 @@ class TestOneProcess:
     def test_a_program_that_fails(
         self, alone: tuple[Path, Path], tmp_path: Path, command: Callable[..., Finished]
     ) -> None:
-        bad, idle = tmp_path / "bad.py", tmp_path / "idle.py"
+        bad, idle = tmp_path / "bad.py", tmp_path / "python_idle.py"
         bad.write_text("raise SystemExit(7)")
         idle.write_text("")
         for program, said in ((bad, "ended with exit code 7, before a fit"), (idle, "without a fit")):
-            done = command(alone[1] / "step-00000002-1", "--command", f"python {program} --x")
+            done = command(alone[1] / "step-00000002-1", "--command", f"{program} --x")
             assert done.returncode == 1
             assert said in done.stderr
             assert "Traceback" not in done.stderr

@@ -492,6 +492,7 @@ def test_plain_files_are_read_by_boxes(tmp_path: Path) -> None:
         ({"backward_prefetch": 1.5}, "backward_prefetch"),
         ({"mp_policy": "bf16"}, "mp_policy"),
         ({"reshard_after_forward": 0.5}, "reshard_after_forward"),
+        ({"reshard_after_forward": 1}, "reshard_after_forward"),
         ({"compile": "yes"}, "compile"),
         ({"forward_methods": "encode"}, "forward_methods"),
     ],

@@ -142,8 +142,12 @@ def test_a_bad_record_is_named_or_left_out(tmp_path: Path) -> None:
     loader: DataLoader[Any] = DataLoader(stream, 4, num_workers=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the workers' too
+        seeded = prepare_loader(DataLoader(stream, 4), seed_samples=True, limit=2)
+        assert [batch.tolist() for batch in seeded] == [[0, 1, 2, 3], [4, 6]]
+        with pytest.raises(DataError, match=r"none of the 1 samples"):
+            list(prepare_loader(DataLoader(stream, 1), seed_samples=True))
         assert torch.cat(list(loader)).tolist() == [n for n in range(13) if n not in (5, 7)]
-    assert stream.left_out()[0] == 6, "workers report too"
+    assert stream.left_out()[0] == 10, "workers report too"
 
 
 def _left_out(path: str) -> tuple[int, list[str]]:

@@ -176,6 +176,13 @@ def test_an_older_run_is_not_taken_without_a_word(tmp_path: Path, capsys: pytest
     assert "step 2 had no rank 4: expected one of 0 to 0" in capsys.readouterr().err
     assert main(["runs", "samples", folder, "--step", "999"]) == 1
     assert "has ended at step 3: there was no step 999" in capsys.readouterr().err
+    with (Path(folder) / "samples.jsonl").open("a") as ledger:
+        ledger.write('{"step": 2, "epo')  # as a disk that was full left it
+    train(str(tmp_path), 4, 4, 1)
+    first, damaged, last = (Path(folder) / "samples.jsonl").read_text().splitlines()
+    assert (json.loads(first)["step"], damaged, json.loads(last)["step"]) == (0, '{"step": 2, "epo', 3)
+    assert main(["runs", "samples", folder, "--step", "2"]) == 1
+    assert "samples.jsonl is damaged (JSONDecodeError" in capsys.readouterr().err
 
 
 def test_a_run_is_named_as_in_the_other_commands(

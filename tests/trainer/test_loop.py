@@ -452,6 +452,8 @@ def test_overfit_batches_stands_in_place_of_limits_of_zero(limits: dict[str, Any
         trainer = quiet(max_epochs=2, overfit_batches=2, callbacks=seen, num_sanity_val_steps=0, **limits)
     trainer.fit(Toy(), loader(), loader(3))
     assert (trainer.global_step, seen.at) == (4, [(0, 2), (1, 2)])
+    with pytest.raises(SettingError, match=r"overfit_batches=0.1 of 4 batches"):
+        quiet(max_epochs=2, overfit_batches=0.1).fit(Toy(), loader())
 
 
 @pytest.mark.parametrize("settings", [{"val_check_interval": 5}, {"val_check_interval": 0.5, "limit_val_batches": 1}])
