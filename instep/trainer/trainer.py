@@ -589,8 +589,8 @@ class Trainer:
         """
         path = to_path(filepath).absolute()
         ctx = self._ctx or self._last_ctx
-        if ctx is None:
-            raise UsageError("there is nothing to save yet: call fit first")
+        if ctx is None or not hasattr(ctx.strategy, "module"):  # as in `setup`
+            raise UsageError("there is nothing to save yet: call fit first; in a hook, save from on_fit_start on")
         PartialState().wait_for_everyone("trainer.save_checkpoint(), which all ranks call")
         return ctx.saver.finish(ctx.saver.save(path.parent, path.name, weights_only=weights_only))
 

@@ -453,12 +453,18 @@ def test_a_global_batch_size_gives_batch_and_accumulation(size: int, batches: li
     assert trainer.global_step == steps
 
 
+class SavesInSetup(Toy):
+    def setup(self, stage: str) -> None:
+        self.trainer.save_checkpoint("x")
+
+
 @pytest.mark.parametrize(
     ("error", "text", "run"),
     [
         (UsageError, r"must be an instep\.TrainModule", lambda trainer: trainer.fit(nn.Linear(1, 1), loader())),
         (UsageError, "pass a model", lambda trainer: trainer.validate(dataloaders=loader())),
         (UsageError, "nothing to save yet", lambda trainer: trainer.save_checkpoint("x")),
+        (UsageError, "save from on_fit_start on", lambda trainer: trainer.fit(SavesInSetup(), loader())),
         (HookError, "fit needs training data: pass loaders", lambda trainer: trainer.fit(Toy())),
         (UsageError, r"the class Toy.*write Toy\(\)", lambda trainer: trainer.fit(Toy, loader())),
         (
