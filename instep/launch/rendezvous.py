@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
+    dynamic_rendezvous,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from instep.errors import DistributedError, InstepError, SettingError
@@ -39,6 +39,9 @@ _NODES_MEET_S = 900.0
 _READ_S = 60.0
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
+# torch finds the name of each event by `inspect.stack()`. In a process with many modules that takes tenths of a second
+# for each heartbeat, so that on a busy machine a node that wants to join is never quick enough to write the state.
+dynamic_rendezvous.get_method_name = lambda depth=2: "event"
 _CONF = {"last_call_timeout": "10", "keep_alive_interval": "5", "keep_alive_max_attempt": "3"}
 
 
@@ -198,12 +201,11 @@ class ElasticNodes(Nodes):
         read_s = float(conf.pop("read_timeout", _READ_S))
         self._store = _serve_or_join(*self._endpoint, here, read_s)
         backend = SignedBackend(self._store, self._run_id, secret)
-        least = spec.num_nodes if spec.min_nodes is None else spec.min_nodes
+        self._least = spec.num_nodes if spec.min_nodes is None else spec.min_nodes
         parameters = RendezvousParameters(
-            "c10d", spec.rdzv_endpoint, self._run_id, least, spec.num_nodes, local_addr=self._address, **conf
+            "c10d", spec.rdzv_endpoint, self._run_id, self._least, spec.num_nodes, local_addr=self._address, **conf
         )
-        self._least = least
-        self._handler = create_handler(self._store, backend, parameters)
+        self._handler = dynamic_rendezvous.create_handler(self._store, backend, parameters)
 
     def get_backend(self) -> str:
         return "c10d"

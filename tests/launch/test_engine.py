@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import select
@@ -20,6 +21,8 @@ from instep.errors import SettingError, UsageError
 from instep.launch.agent import job_code
 from instep.launch.engine import LaunchSpec, is_worker, run
 from instep.launch.prepare import job_environment, secret_of
+from instep.launch.rendezvous import ElasticNodes
+from instep.state.secret import Secret
 from tests.helpers.spawn import HANG_S, Finished, finish, free_port, run_command, start_command, without_greetings
 from tests.helpers.warm import warm_python
 from tests.launch.ways import SECRET
@@ -661,3 +664,12 @@ def test_wrong_settings_are_named(field: str, settings: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=field) as caught:
         LaunchSpec(**{"nproc": 1, "command": ("x.py",), **settings})
     assert caught.value.field == field
+
+
+def test_a_heartbeat_does_not_read_the_source_of_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = {"rdzv_backend": "c10d", "rdzv_endpoint": f"localhost:{free_port()}", "run_id": "job"}
+    spec = LaunchSpec(1, ("x.py",), num_nodes=2, min_nodes=1, rdzv_conf={"last_call_timeout": "1"}, **where)
+    monkeypatch.setattr(inspect, "stack", lambda: pytest.fail("tenths of a second for each heartbeat"))
+    nodes = ElasticNodes(spec, Secret(b"k" * 64))
+    assert nodes.next_rendezvous().world_size == 1
+    nodes._handler.shutdown()
