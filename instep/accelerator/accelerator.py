@@ -887,8 +887,8 @@ class Accelerator(ProcessMethods):
                 run.
 
         Returns:
-            The logger, or the object. On ranks other than the main one, if `init_trackers` was called only there, a
-            `GeneralTracker` whose methods do nothing.
+            The logger, or the object. If `init_trackers` was called only on the main process, other processes get an
+            object whose methods all do nothing.
 
         Raises:
             UsageError: there is no logger of that name.

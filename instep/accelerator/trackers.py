@@ -297,7 +297,7 @@ class Trackers:
                 object whose methods do nothing.
         """
         if not self._started and not self._is_main:  # scripts may call init_trackers() on the main process only
-            return GeneralTracker(_blank=True)
+            return loggers.base.NoExperiment()
         if name not in self._started:
             known = ", ".join(self._started) or "none"
             raise UsageError(

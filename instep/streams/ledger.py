@@ -60,12 +60,13 @@ def _note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumula
         last = parse_object(before)
     if torn or last is None or not _follows(last, line):
         # If epochs end early, each of them has a line, so the lines before are neither read nor written again.
-        with open(path, "ab", opener=_no_link) as file:
+        with open(path, "ab", opener=_regular) as file:
             file.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
 
 
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+def _regular(path: str, flags: int) -> int:
+    # no link is followed, and a pipe in a folder that came from elsewhere is an error, not a wait for its reader
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def _division(folder: Path, source: Any, batch: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep import Callback
 from instep.callbacks import ModelCheckpoint
 from instep.cli.main import main
-from instep.data import StreamDataset, StreamMixture
+from instep.data import StreamDataset, StreamMixture, prepare_loader
 from instep.errors import DataError, NonFiniteError
 from instep.runs.entries import read_entries
 from instep.streams import ledger
@@ -160,6 +161,13 @@ def test_a_run_folder_leads_to_no_file_outside_of_it_and_the_cache(tmp_path: Pat
             samples_of(Path(folder), 2, tmp_path)
 
 
+def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "samples.jsonl")
+    ledger.note(tmp_path, prepare_loader([1, 2]), 0, 0, 0, 1)
+    with pytest.raises(DataError, match=r"samples.jsonl is damaged \(OSError: .* a pipe"):
+        samples_of(tmp_path, 1)
+
+
 def test_an_older_run_is_not_taken_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shards(tmp_path, "jsonl", [12])
     _, folder = train(str(tmp_path), 3, 4, 1)
@@ -176,8 +184,8 @@ def test_an_older_run_is_not_taken_without_a_word(tmp_path: Path, capsys: pytest
     assert "step 2 had no rank 4: expected one of 0 to 0" in capsys.readouterr().err
     assert main(["runs", "samples", folder, "--step", "999"]) == 1
     assert "has ended at step 3: there was no step 999" in capsys.readouterr().err
-    with (Path(folder) / "samples.jsonl").open("a") as ledger:
-        ledger.write('{"step": 2, "epo')  # as a disk that was full left it
+    with (Path(folder) / "samples.jsonl").open("a") as file:
+        file.write('{"step": 2, "epo')  # as a disk that was full left it
     train(str(tmp_path), 4, 4, 1)
     first, damaged, last = (Path(folder) / "samples.jsonl").read_text().splitlines()
     assert (json.loads(first)["step"], damaged, json.loads(last)["step"]) == (0, '{"step": 2, "epo', 3)
