@@ -58,7 +58,7 @@ quickstart: $(VENV)/.examples  ## train the digits example, then say where its d
 
 test: $(VENV)/.test  ## run the tests, but for those of the benchmarks, campaigns of kills, large packages, of SLURM, MPI and a browser
 	$(PYTEST) -m 'not extras'
-	@echo 'Left out: the benchmarks in miniature, the rehearsal of make gpu, very long runs, campaigns of kills, further cases of long tests on several processes, comparisons with Accelerate, and what needs deepspeed, Hydra, ray, transformers, bitsandbytes, datasets, litdata, a C++ compiler, the packages of the recipes, SLURM, MPI, a browser or a notebook kernel (make test-all), torch_xla (make test-xla), and trackers (make test-trackers).'
+	@echo 'Left out: the benchmarks in miniature, the rehearsal of make gpu, very long runs, campaigns of kills, further cases of long tests on several processes, the blocks of the guides in docs/scale and docs/command, comparisons with Accelerate, and what needs deepspeed, Hydra, ray, transformers, bitsandbytes, datasets, litdata, a C++ compiler, the packages of the recipes, SLURM, MPI, a browser or a notebook kernel (make test-all), torch_xla (make test-xla), and trackers (make test-trackers).'
 
 test-all: $(VENV)/.dev  ## run what make test leaves out
 	$(PYTEST) -m extras tests

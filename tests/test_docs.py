@@ -56,6 +56,7 @@ PAGES = (
     *(f"instep/{room}/README.md" for room in ("callbacks", "loggers", "strategies")),
     *(str(path.relative_to(REPO)) for path in sorted((REPO / "docs").rglob("*.md"))),
 )
+FURTHER = ("docs/scale/", "docs/command/")  # whose blocks start programs or several processes: `make test-all`
 PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun", "tensorboard", "torchrun")
 NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
@@ -251,7 +252,9 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "ignore:instep.compat.lightning:FutureWarning",
     "ignore:The given buffer is not writable:UserWarning",  # of torch 2.9's export
 )
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.campaign) if p.startswith(FURTHER) else p for p in PAGES]
+)
 def test_every_block_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

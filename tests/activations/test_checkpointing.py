@@ -33,7 +33,7 @@ from tests.helpers.spawn import run_ranks
 from tests.strategies import PIPES
 from tests.strategies.tiny_gpt import LAYERS, LENGTH, VOCABULARY, WIDTH, Block, TinyGPT, train
 
-STEPS = 4
+STEPS = 2
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 SETTINGS: dict[str, dict[str, Any]] = {
     "blocks": {},
@@ -146,6 +146,7 @@ def pipes() -> dict[str, list[float]]:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.skipif(not PIPES, reason="torch is too old for these pipes")
+@pytest.mark.campaign
 def test_checkpointing_keeps_the_losses_of_a_pipeline() -> None:
     for found in run_ranks(pipes, 2):
         assert found["blocks"] == pytest.approx(found["plain"], abs=1e-6)
@@ -299,7 +300,7 @@ def fake_peak(words: list[str] | None) -> int:
 
 @pytest.mark.parametrize(
     "words",
-    [None, *(pytest.param(words, marks=pytest.mark.campaign) for words in ([], ["every=2"])), ["Block", "save=ops"]],
+    [None, *(pytest.param(words, marks=pytest.mark.campaign) for words in ([], ["every=2"], ["Block", "save=ops"]))],
 )
 def test_the_estimate_counts_what_is_kept(words: list[str] | None) -> None:
     def batch() -> Any:

@@ -89,7 +89,7 @@ def kill_training_everywhere(folder: str, way: Way) -> dict[str, int]:
     assert expected[0]["best are there"]
     steps = [next((step for step in (4, 5) if f"step-{step:08d}" in str(path)), 0) for _, path in plan.operations]
     span = range(steps.index(4), steps.index(5))
-    every = int(os.environ.get("INSTEP_KILL_EVERY", 4 if way.background else 2))  # the same ones, in another thread
+    every = int(os.environ.get("INSTEP_KILL_EVERY", 4 if way.background else 3))  # the same ones, in another thread
     for number in span[every // 4 :: every]:
         root = Path(folder, str(number))
         root.mkdir()
@@ -119,7 +119,7 @@ def test_a_training_killed_at_any_operation_of_its_saves_ends_bit_for_bit_the_sa
 ) -> None:
     """The newest is saved and the one before deleted, then what a validation measured is saved as one of the best.
 
-    At every second operation, and in the background at every fourth; at all with INSTEP_KILL_EVERY=1.
+    At every third operation, and in the background at every fourth; at all with INSTEP_KILL_EVERY=1.
     """
     way = Way(ranks=1, batch_size=4, epochs=1, background=background)
     (count,) = run_ranks(kill_training_everywhere, 1, str(tmp_path), way, timeout_s=3500.0)

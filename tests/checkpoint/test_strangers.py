@@ -186,7 +186,7 @@ class Watched:
 
 _NAME = f"c{__name__}\nWatched\n".encode()
 _NESTED = f"\x8c{chr(len(__name__))}{__name__}\x8c\x0bWatched.run\x93".encode("latin1")
-_TUPLES = b")" + b"\x85" * 10**6
+_TUPLES = b")" + b"\x85" * 3 * 10**5
 HOSTILE = {
     "reduce": _NAME + b")R.",
     "reduce of a nested name": _NESTED + b")R.",

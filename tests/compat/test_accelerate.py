@@ -166,6 +166,7 @@ print([[batch.tolist() for batch in loader] for epoch in range(3)])
     assert ours == theirs
 
 
+@pytest.mark.campaign
 def test_a_state_has_the_name_that_the_script_gave_it(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "note.txt").write_text("stays")
@@ -197,6 +198,7 @@ accelerator.end_training()
     assert (tmp_path / "mine" / "note.txt").exists()
 
 
+@pytest.mark.campaign
 def test_a_state_has_drawn_orders_only_if_orders_are_drawn(tmp_path: Path) -> None:
     in_new_process(f"""
 import os
@@ -297,6 +299,7 @@ except ModuleNotFoundError as error:
 """)
 
 
+@pytest.mark.campaign
 def test_the_plugin_of_fsdp_is_the_strategy_and_may_change_after_the_accelerator_is_made() -> None:
     in_new_process("""
 import os, torch

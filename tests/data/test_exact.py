@@ -171,7 +171,7 @@ def skips(length: int, size: int, world: int) -> bool:
 
 def cases(mode: str, world: int) -> Iterator[tuple[int, int]]:
     """Lengths and batch sizes that ranks look at who exchange data."""
-    for length, size in list(endings(world))[:: 1 if EVERY else world - 1]:
+    for length, size in list(endings(world))[:: 1 if EVERY else 2 * world - 3]:
         if mode != "joined" or length > size * (world - 1):  # where each rank must have a batch
             yield length, size
 

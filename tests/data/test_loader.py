@@ -550,7 +550,7 @@ def _tag(worker_id: int) -> None:
     info.dataset.tag = 3
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.campaign)])
 def test_worker_options_are_kept(method: str) -> None:
     loader = DataLoader(
         Tagged(4), batch_size=2, num_workers=1, worker_init_fn=_tag, multiprocessing_context=method, prefetch_factor=4

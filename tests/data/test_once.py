@@ -138,7 +138,7 @@ REAL = {
     "other workers": [(Way(ranks=1, workers=2), 7), (Way(ranks=1, workers=0, batch_size=5), None)],
     "twice": [(Way(ranks=2, accumulate=1), 3), (Way(ranks=1, batch_size=3), 8), (Way(ranks=2, background=True), None)],
 }
-FURTHER = ("fewer ranks", "other windows")  # cases of `make test-all`
+FURTHER = ("fewer ranks", "more ranks", "other windows", "other workers")  # cases of `make test-all`
 
 
 @pytest.mark.timeout(3600)

@@ -316,10 +316,10 @@ def leave_running(how: str, kind: str = "") -> Any:
     [
         ("the end of the script", ""),
         pytest.param("an error", "", marks=pytest.mark.campaign),
-        ("a process of multiprocessing", ""),
+        pytest.param("a process of multiprocessing", "", marks=pytest.mark.campaign),
         pytest.param("a variable", "stream", marks=pytest.mark.campaign),
         ("a garbage collection", "stream"),
-        ("a garbage collection", "stateful"),
+        pytest.param("a garbage collection", "stateful", marks=pytest.mark.campaign),
     ],
 )
 def test_a_program_ends_though_a_pass_is_held(how: str, kind: str) -> None:

@@ -269,7 +269,9 @@ def test_work_is_done_once_and_seen_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks, setter, blocking", [(2, 1, False), (3, 2, True)])
+@pytest.mark.parametrize(
+    "ranks, setter, blocking", [(2, 1, False), pytest.param(3, 2, True, marks=pytest.mark.campaign)]
+)
 def test_one_rank_stops_all_at_one_step(ranks: int, setter: int, blocking: bool) -> None:
     args = ("--setter", str(setter), *(["--blocking"] if blocking else []))
     said = by_ranks("early_stop_trigger.py", *args, ranks=ranks)

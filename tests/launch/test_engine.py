@@ -118,6 +118,7 @@ def test_a_job_that_is_done_gives_0_and_the_ranks_their_variables(job: Job) -> N
     assert done.stderr == ""
 
 
+@pytest.mark.campaign
 def test_programs_that_make_the_process_group_themselves_meet_in_every_start(job: Job) -> None:
     done = job(
         """
@@ -508,6 +509,7 @@ def test_the_line_that_the_first_node_prints_lets_the_other_one_in(tmp_path: Pat
     assert all(value not in job.stderr for job in done)
 
 
+@pytest.mark.campaign
 def test_a_node_without_the_secret_of_the_first_one_is_told_how_to_get_it(tmp_path: Path) -> None:
     both = {"num_nodes": 2, "master_port": free_port(), "run_id": "job"}
     none = {**LAUNCHED, "INSTEP_JOB_SECRET": None, "INSTEP_JOB_SECRET_FILE": None}
@@ -553,6 +555,7 @@ def test_a_failure_ends_the_ranks_of_all_nodes_and_its_traceback_comes_last_and_
     assert said.count(f"rank 1 (host {HOST}) failed with exit code 1: ValueError: only here; the output of") == 1, said
 
 
+@pytest.mark.campaign
 def test_agents_count_restarts_together(tmp_path: Path) -> None:
     code = """
         say("start", *map(os.environ.get, ("INSTEP_RESTART", "TORCHELASTIC_RESTART_COUNT", "INSTEP_JOB_ID")))

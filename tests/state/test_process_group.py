@@ -59,5 +59,6 @@ def test_a_rank_that_raises_does_not_wait_for_what_is_under_way(tmp_path: Path) 
 
 
 @pytest.mark.dist
+@pytest.mark.campaign
 def test_an_exit_status_is_kept(tmp_path: Path) -> None:
     assert end_like(tmp_path, "sys.exit(75)")[0] == 75

@@ -156,6 +156,7 @@ def test_strategies_of_four_processes_agree(runs: Runs) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 @groups
+@pytest.mark.campaign
 def test_checkpoints_load_under_other_strategies(runs: Runs, names: list[str]) -> None:
     """All by one process, and those of every kind by all; docs/scale/parity.md has every pair."""
     runs.train(["single process", "FSDP x2", *names])
@@ -181,6 +182,7 @@ def losses_in(precision: str, names: list[str]) -> dict[str, list[float]]:
 
 
 @pytest.mark.dist
+@pytest.mark.campaign
 def test_strategies_agree_in_mixed_precision_but_for_its_rounding() -> None:
     alone = losses_in("bf16-mixed", ["single process"])["single process"]
     exact = losses_in("32-true", ["single process"])["single process"]

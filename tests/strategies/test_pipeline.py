@@ -335,6 +335,7 @@ def test_what_a_pipe_cannot_do_is_refused(mistake: str, answer: str, two: list[d
 
 
 @pytest.mark.dist
+@pytest.mark.campaign
 def test_pipes_with_sharded_weights(folder: Path, two: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     ranks = run_ranks(four_ranks, 4, str(folder))
     for name in ("2x2", "from one", "from two", "from four"):

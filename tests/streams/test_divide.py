@@ -146,7 +146,7 @@ def test_a_claimed_length_is_one_of_all_ranks_together() -> None:
     [pytest.param(Numbers, marks=pytest.mark.campaign), pytest.param(Shuffled, marks=pytest.mark.campaign), Placed],
 )
 def test_every_sample_comes_once_through_stops_and_resizes(data: type[Numbers]) -> None:
-    schedules(random.Random(5), 8, data)
+    schedules(random.Random(5), 4, data)
 
 
 def schedules(draw: random.Random, count: int, data: type[Numbers]) -> None:

@@ -165,6 +165,7 @@ def test_a_killed_rank_ends_the_job_which_can_be_resumed(pair: dict[str, Any], t
 
 
 @pytest.mark.dist
+@pytest.mark.campaign
 def test_an_error_on_one_rank_is_told(tmp_path: Path) -> None:
     done = run(tmp_path, "--devices", "2", "--do", "raise", "--rank", "1", python=sys.executable)  # its ranks' parent
     check_error_was_told(done, tmp_path)

@@ -31,9 +31,8 @@ def save_to(url: str, **options: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"background": True}, marks=pytest.mark.campaign)], ids=["at-once", "background"]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("options", [{}, {"background": True}], ids=["at-once", "background"])
 def test_a_run_that_was_stopped_ends_like_one_that_was_not(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
 ) -> None:

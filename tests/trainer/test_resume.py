@@ -213,7 +213,13 @@ def check_on_ranks(root: Path, cases: list[tuple[Case, list[list[int]]]]) -> Non
     "cases",
     [
         [(Case(), [[2], [1, 4]]), (Case(accumulate=2, schedule="epoch"), [[2], [1, 3]])],
-        [(Case(workers=2, epochs=2), [[1]]), (Case(validate=0.5, monitor=True, every_n_train_steps=None), [[1], [3]])],
+        pytest.param(
+            [
+                (Case(workers=2, epochs=2), [[1]]),
+                (Case(validate=0.5, monitor=True, every_n_train_steps=None), [[1], [3]]),
+            ],
+            marks=pytest.mark.campaign,
+        ),
         pytest.param(
             [(Case(data="combined"), [[1], [4]]), (Case(data="torchdata"), [[1]]), (Case(data="stateful"), [[1], [3]])],
             marks=pytest.mark.campaign,
@@ -371,9 +377,9 @@ def resumed(root: Path, make: Callable[[], TrainModule], stop: int | None, numbe
     ("make", "settings"),
     [
         (Gan, {"max_epochs": 2}),
-        (Net, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}),
+        pytest.param(Net, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}, marks=pytest.mark.campaign),
         (Net, {"max_epochs": 3, "limit_train_batches": 4}),
-        (Net, {"max_epochs": 3, "overfit_batches": 4}),
+        pytest.param(Net, {"max_epochs": 3, "overfit_batches": 4}, marks=pytest.mark.campaign),
         (Net, {"max_steps": 10, "val_check_interval": {"hours": 1}}),
     ],
     ids=["manual", "reloaded", "limited", "overfit", "max-steps"],

@@ -91,7 +91,7 @@ def test_one_process_counts_and_acts_as_by_hand() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_ranks_count_each_sample_once_and_act_at_one_step(world: int) -> None:
     run_ranks(on_ranks, world, env={"INSTEP_DEBUG": str(world - 2)})  # of three, each collective is checked
 

@@ -56,7 +56,9 @@ SET_UPS = {
 }
 
 
-@pytest.mark.parametrize("set_up", SET_UPS)
+@pytest.mark.parametrize(
+    "set_up", ["none", *(pytest.param(name, marks=pytest.mark.campaign) for name in [*SET_UPS][1:])]
+)
 def test_infos_are_seen_in_a_program_that_sets_no_level(set_up: str) -> None:
     line, seen = SET_UPS[set_up]
     program = f"import logging\nfrom instep.utils import rank_zero_info\n{line}\nrank_zero_info('seen %d', 1)"

@@ -64,6 +64,7 @@ def fit(root: Path, callback: Any, *others: Any, **settings: Any) -> tuple[Digit
     return module, trainer, Path(saver.last_model_path)
 
 
+@pytest.mark.campaign
 def test_the_quantized_model_is_as_good_as_the_one_that_was_trained(tmp_path: Path) -> None:
     callback = QuantizationAwareTraining(convert_at_end=False)
     module, trainer, path = fit(tmp_path, callback, samples=1400, max_epochs=12)

@@ -42,6 +42,7 @@ def hold(cases: list[tuple[str, str]], devices: int, peaks: list[int]) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_peaks_of_one_process() -> None:
     cases = [("single_device", "32-true"), ("single_device", "bf16-mixed"), ("single_device", "bf16-true")]
     [peaks] = run_ranks(measure_all, 1, cases, 1)
