@@ -532,7 +532,8 @@ def _shards_itself(loader: Any) -> bool:
         known = stateful is not None and not type(stateful).__module__.startswith(("torch.", "torchdata."))
         if is_distributed(items) or known:
             return True
-    return False
+    # torch's DataLoader divides a data pipe over the ranks, and waits for all of them at the start of a pass.
+    return isinstance(getattr(loader, "dataset", None), torch.utils.data.IterDataPipe)
 
 
 def _own_size(loader: Any) -> int | None:

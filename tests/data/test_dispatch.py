@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from instep.data import CombinedLoader, PreparedLoader, base, prepare_loader
 from instep.data.plan import gradient_correction, rank_weight, window_scale
@@ -319,6 +320,8 @@ def test_data_that_is_spread_already_is_not_dispatched() -> None:
         prepare_loader(spread, world_size=2, dispatch=True)
     with pytest.raises(SettingError, match="gives each rank a part of its own"):
         prepare_loader([1], world_size=2, dispatch=True, use_distributed_sampler=False)
+    with pytest.raises(SettingError, match="gives each rank a part of its own"):
+        prepare_loader(DataLoader(IterableWrapper([1])), world_size=2, dispatch=True)
 
 
 def test_alone_nothing_is_sent() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from instep import Accelerator
 from instep.accelerator import DataLoaderConfiguration
@@ -145,6 +146,22 @@ def test_a_stateful_loader_serves_several_ranks_with_workers(workers: int) -> No
         assert sorted(whole) == [*range(48)]
         assert len(before) == 24
         assert before + after == whole
+
+
+def _piped(shards: bool) -> list[list[int]]:
+    accelerator = Accelerator(cpu=True)
+    pipe: Any = IterableWrapper([*range(9)]).shuffle()
+    loader = accelerator.prepare(DataLoader(pipe.sharding_filter() if shards else pipe, 2))
+    return [[x for batch in loader for x in accelerator.gather_for_metrics(batch).tolist()] for _ in range(2)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_shuffled_data_pipe_serves_several_ranks(shards: bool) -> None:
+    """All ranks waited for each other for ever: huggingface/accelerate PR 1709."""
+    first, second = run_ranks(_piped, 2, shards)
+    assert first == second
+    assert [sorted(epoch) for epoch in first] == [[*range(9)]] * 2
 
 
 def _resized(ranks: int, state: Any) -> Any:
