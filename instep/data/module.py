@@ -122,7 +122,10 @@ class DataModule(HyperParameters):
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Called in a resumed fit, and in an evaluation with `ckpt_path` whose run had a datamodule of the same class.
+        """
 
     @classmethod
     def load_from_checkpoint(

@@ -183,7 +183,7 @@ def _set_up(ctx: RunContext) -> None:
         setup = with_stage(ctx.datamodule.setup)
         ctx.profiled(f"[DataModule]{type(ctx.datamodule).__name__}.setup", setup)(ctx.fn)
     ctx.hooks.call("setup", ctx.fn)
-    if ctx.resume is not None and ctx.fn == "fit":
+    if ctx.resume is not None:
         run_state.resume_plugins(ctx, ctx.resume)
     if ctx.resume is not None and trainer.run_folder.path is None:
         ctx.exit_stack.push(partial(_forget_folder, ctx))

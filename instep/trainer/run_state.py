@@ -147,6 +147,7 @@ def _for_resume(ctx: RunContext) -> dict[str, Any]:
         "callbacks": _of_callbacks(ctx.callbacks),
         "loggers": loggers,
         "datamodule": None if ctx.datamodule is None else ctx.datamodule.state_dict(),
+        "datamodule_kind": type(ctx.datamodule).__qualname__,
         "metrics": trainer.metrics.state_dict(),
     }
 
@@ -559,16 +560,19 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
 
 
 def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
-    """Restore loggers, callbacks and the datamodule, before loaders and optimizers are made."""
-    parts, saved = plan.parts, plan.saved
-    if saved is None or parts.weights_only:
+    """Restore loggers, callbacks and the datamodule, before loaders and optimizers are made.
+
+    An evaluation restores only the datamodule, and only if the checkpoint's run had one of the same class.
+    """
+    if (saved := plan.saved) is None:
         return
-    state, trainer = saved.shared, ctx.trainer
-    for key, logger in by_class(trainer.loggers).items() if parts.loggers else ():
+    parts, state = plan.parts, saved.shared
+    for key, logger in by_class(ctx.trainer.loggers).items() if parts.loggers else ():
         if key in state["loggers"]:
             with loading_state(saved.path, f"the logger {key[0]}"):
                 logger.load_state_dict(state["loggers"][key])
-    if ctx.datamodule is not None and state["datamodule"] is not None and parts.position:
+    same = parts.position if ctx.fn == "fit" else state.get("datamodule_kind") == type(ctx.datamodule).__qualname__
+    if ctx.datamodule is not None and same and state["datamodule"] is not None:
         with loading_state(saved.path, "the datamodule"):
             ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:

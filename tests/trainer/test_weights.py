@@ -83,6 +83,25 @@ def saved(tmp_path: Path, module: Any, **fit: Any) -> Path:
     return trainer.save_checkpoint(tmp_path / "saved")
 
 
+class OtherData(Data):
+    def test_dataloader(self) -> Any:
+        return loader()
+
+    predict_dataloader = val_dataloader = test_dataloader
+
+
+class OwnData(OtherData):
+    pass
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_with_a_checkpoint_restores_a_datamodule_of_the_runs_class(stage: str, tmp_path: Path):
+    path = saved(tmp_path, Toy(), datamodule=OwnData(8, None))
+    for made, seen in ((OwnData(8, None), 1), (OtherData(8, None), 0)):
+        getattr(quiet(), stage)(Toy(), datamodule=made, ckpt_path=path)
+        assert made.seen == seen
+
+
 def test_dataclasses_come_back_as_what_the_arguments_say(tmp_path: Path):
     config = Config(Net(3, [4]), lr=0.5)
     loaded = Whole.load_from_checkpoint(saved(tmp_path / "a", Whole(config)))
