@@ -59,6 +59,7 @@ from instep.types import Location, PathLike, ReadOnly
 from instep.utils.checks import at_least, check_object, parse_size
 from instep.utils.paths import local_path, to_path
 from instep.utils.porting import instead_of
+from instep.utils.trainable import OTHERS_WAIT, why_no_graph
 from instep.utils.warn import warn_user
 
 
@@ -462,12 +463,10 @@ class Accelerator(ProcessMethods):
                 f"accelerator.backward got a {type(loss).__name__}: it takes the loss as a tensor, which a model's "
                 "forward gave, without .item() or float()"
             )
-        if not loss.requires_grad:
-            from instep.utils.trainable import why_no_graph  # imported late: used only for an error
-
+        if loss.is_leaf and (self.num_processes > 1 or not loss.requires_grad) and not isinstance(loss, nn.Parameter):
             optimized = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
-            why = why_no_graph(self._prepared.models.values(), optimized)
-            raise UsageError(f"accelerator.backward got a loss without a graph (requires_grad is False): {why}.")
+            why = OTHERS_WAIT if loss.requires_grad else why_no_graph(self._prepared.models.values(), optimized)
+            raise UsageError(f"accelerator.backward got a loss that no trained parameter is part of: {why}")
         if num_items is not None:
             loss = loss * self._prepared.window.weigh_items(num_items)
         else:

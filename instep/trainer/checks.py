@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.data import BatchSource
 from instep.errors import DataError, HookError
 from instep.strategies.gradients import parameters_of
 from instep.trainer.context import RunContext
+from instep.utils.trainable import OTHERS_WAIT, why_no_graph
 from instep.utils.warn import warn_user
 
 
@@ -50,10 +51,7 @@ def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
                 f"{sorted(map(str, output))}"
             )
         if ctx.world_size > 1:
-            raise HookError(
-                "training_step returned None to skip a batch. With several processes the others would wait for this "
-                "rank's gradients: return a loss multiplied by 0 instead."
-            )
+            raise HookError(f"training_step returned None to skip a batch. {OTHERS_WAIT}")
         warn_user("training_step returned None: the batch is skipped. Is a `return loss` missing?")
         return None
     if not isinstance(loss, Tensor):
@@ -67,17 +65,21 @@ def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
             "number: by its mean where it has one loss for each sample. What has the shape of the model's output is no "
             "loss: return what a loss function makes of it."
         )
-    if ctx.optimizers and not loss.requires_grad:
-        raise without_graph(ctx, "training_step returned a loss")
+    if ctx.optimizers:
+        check_graph(ctx, loss, "training_step returned a loss")
     return loss
 
 
-def without_graph(ctx: RunContext, what: str) -> HookError:
-    """Return the error for a loss that depends on no trained parameter."""
-    from instep.utils.trainable import why_no_graph  # imported late: only an error needs it
+def check_graph(ctx: RunContext, loss: Tensor, what: str) -> None:
+    """Raise HookError if a loss visibly depends on no trained parameter.
 
-    why = why_no_graph([ctx.module], [p for each in ctx.optimizers for p in parameters_of(each)])
-    return HookError(f"{what} without a graph (requires_grad is False): {why}.")
+    On one process, a loss that is a new tensor with requires_grad=True only trains nothing.
+    """
+    if not loss.requires_grad:
+        why = why_no_graph([ctx.module], [p for each in ctx.optimizers for p in parameters_of(each)])
+        raise HookError(f"{what} without a graph (requires_grad is False): {why}.")
+    if ctx.world_size > 1 and loss.is_leaf and not isinstance(loss, nn.Parameter):
+        raise HookError(f"{what} that no parameter is part of. {OTHERS_WAIT}")
 
 
 def check_losses(ctx: RunContext) -> None:

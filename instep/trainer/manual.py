@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from instep.trainer.checks import without_graph
+from instep.trainer.checks import check_graph
 from instep.trainer.context import RunContext
 from instep.trainer.guests import Step
 from instep.trainer.hooks import is_overridden
@@ -69,8 +69,8 @@ def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
 def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """Backpropagate a loss in manual optimization, as `TrainModule.manual_backward` describes."""
     strategy, replayed = ctx.strategy, ctx.log.weight == 0
-    if not loss.requires_grad and not is_overridden(ctx.module, "backward", TrainModule):
-        raise without_graph(ctx, "self.manual_backward got a loss")
+    if not is_overridden(ctx.module, "backward", TrainModule):
+        check_graph(ctx, loss, "self.manual_backward got a loss")
     for look in () if replayed else ctx.step_parts.on_loss:
         look(loss)
     strategy.prepare_backward(loss)

@@ -151,7 +151,7 @@ def forward_backward(ctx: RunContext, parts: StepParts) -> Step:
         output = training_step(batch, batch_idx)
         if buffer:
             log.drain()
-        loss = output if type(output) is Tensor and output.requires_grad and not output.ndim else loss_of(output, ctx)
+        loss = output if type(output) is Tensor and not (output.is_leaf or output.ndim) else loss_of(output, ctx)
         if not trains:
             return None if loss is None else output
         if accumulate == 1 or (batch_idx - origin) % accumulate == 0:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 _LOOKED_AT = 100  # largest number of items of a container that are searched
 _NAMED = 3
+OTHERS_WAIT = "With several processes the others would wait for this rank's gradients: use a loss multiplied by 0."
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, list[Tensor]]:

@@ -15,7 +15,7 @@ from instep.accelerator import DataLoaderConfiguration, DistributedDataParallelK
 from instep.distributed import gather_object
 from instep.errors import StateError
 from tests.accelerator.loops import Net
-from tests.helpers.spawn import run_ranks
+from tests.helpers.spawn import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -178,6 +178,19 @@ def test_dispatched_batches_are_shared_out() -> None:
     [one, other] = run_ranks(dispatched, 2)[0]
     flat = [x for pair in zip(one, other, strict=True) for part in pair for x in part]
     assert sorted(set(flat)) == [float(i) for i in range(11)]
+
+
+def loss_apart() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    other = torch.zeros((), requires_grad=True)
+    accelerator.backward(model(torch.ones(1, 1)).sum() if accelerator.is_main_process else other)
+
+
+def test_a_loss_that_no_model_gave_is_an_error() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(loss_apart, 2)
+    assert "a loss that no trained parameter is part of: With several processes" in failed.value.errors[1]
 
 
 def state_after_the_end() -> int:

@@ -413,6 +413,12 @@ class FailingStep(Counting):
         return super().training_step(batch, batch_idx)
 
 
+class ApartFromTheModule(Counting):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return torch.zeros((), requires_grad=True) if self.global_rank == 1 and self.global_step == 2 else loss
+
+
 def fail(root: Path, make: Callable[[], tuple[TrainModule, dict[str, Any]]]) -> None:
     warnings.simplefilter("ignore")
     module, settings = make()
@@ -422,6 +428,10 @@ def fail(root: Path, make: Callable[[], tuple[TrainModule, dict[str, Any]]]) -> 
 
 def in_step() -> tuple[TrainModule, dict[str, Any]]:
     return FailingStep(), {"callbacks": [ModelCheckpoint(save_on_exception=False)], "enable_checkpointing": True}
+
+
+def in_graph() -> tuple[TrainModule, dict[str, Any]]:
+    return ApartFromTheModule(), {}
 
 
 def in_callback() -> tuple[TrainModule, dict[str, Any]]:
@@ -444,6 +454,7 @@ def unsavable() -> tuple[TrainModule, dict[str, Any]]:
 
 FAILURES: dict[str, tuple[Callable[..., Any], int, str]] = {
     "step": (in_step, 1, "boom in the step"),
+    "graph": (in_graph, 1, "a loss that no parameter is part of. With several processes the others would wait"),
     "callback": (in_callback, 1, "boom in on_train_batch_end"),
     "validation": (in_validation, 0, "boom in on_validation_batch_end"),
     "save": (in_save, 1, "boom in the save"),
@@ -452,7 +463,8 @@ FAILURES: dict[str, tuple[Callable[..., Any], int, str]] = {
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param(name, marks=[] if name in ("step", "save") else pytest.mark.slow) for name in FAILURES]
+    "where",
+    [pytest.param(name, marks=[] if name in ("step", "graph", "save") else pytest.mark.slow) for name in FAILURES],
 )
 def test_an_error_on_one_rank_ends_all(where: str, tmp_path: Path) -> None:
     make, rank, text = FAILURES[where]
