@@ -210,7 +210,7 @@ class Accelerator(ProcessMethods):
             compile_asked_for(compile, dynamo_plugin, dynamo_backend),
         )
         self._uses = self._prepared.uses
-        self._states = States(self._prepared, self.project_configuration)
+        self._states = States(self._prepared, self.project_configuration, self._trackers)
         self.resume_report: ResumeReport | None = None
 
     # ---- properties of this process
@@ -871,7 +871,8 @@ class Accelerator(ProcessMethods):
 
         Args:
             values: numbers, tensors with one element, texts if a logger supports them, or dicts of these.
-            step: number of the step for the values; None: one more than in the last call.
+            step: number of the step for the values; None: one more than in the last call; after `load_state` in a new
+                program, one more than in the last call before the state was saved.
             log_kwargs: further arguments for the `log` of a `GeneralTracker`, by the tracker's name.
         """
         self._trackers.log(values, step, log_kwargs)

@@ -22,6 +22,7 @@ from instep import __version__
 from instep.accelerator.handlers import ProjectConfiguration
 from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.preparing import PreparedRun
+from instep.accelerator.trackers import Trackers
 from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
 from instep.checkpoint.background import PendingSave
 from instep.checkpoint.edge import anything, check, count, dict_of, list_of, loading_state, mapping, named, text
@@ -56,6 +57,7 @@ _SHARED = {
     "run_id": text,
     "scaler": anything,
 }
+_LATER = {"log_step": count}  # earlier states lack it
 _RANK = {"rng": mapping, "loaders": dict_of(mapping), "data_rank": count}
 
 
@@ -80,11 +82,12 @@ class States(RunSaver):
     Args:
         prepared: the prepared objects.
         project: settings of the project's folder.
+        trackers: the Accelerator's loggers.
     """
 
-    def __init__(self, prepared: PreparedRun, project: ProjectConfiguration) -> None:
+    def __init__(self, prepared: PreparedRun, project: ProjectConfiguration, trackers: Trackers) -> None:
         super().__init__()
-        self.prepared, self.project = prepared, project
+        self.prepared, self.project, self.trackers = prepared, project, trackers
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
@@ -233,7 +236,7 @@ def _find(path: Path) -> Path:
 
 
 def _saved_run(reader: Reader) -> SavedRun:
-    return SavedRun(reader, "accelerator", "an Accelerator", lambda state: check(state, _SHARED, "it"), _RANK)
+    return SavedRun(reader, "accelerator", "an Accelerator", lambda state: check(state, _SHARED, "it", _LATER), _RANK)
 
 
 # ---- saving
@@ -282,6 +285,7 @@ def _collect(
         "data_world_size": strategy.data_world_size,
         "mixed_precision": states.prepared.precision.mixed_precision,
         "step": states.prepared.step,
+        "log_step": max(0, states.trackers.step),
         "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers.items()},
         "run_id": states.line.run_id,
         "scaler": states.prepared.precision_state(),
@@ -412,6 +416,8 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
     if not parts.position:
         return
     states.prepared.restore_counters(shared["step"], shared["seed"])
+    # The first states have no step of the log. A program that goes back to an earlier state keeps its own, later one.
+    states.trackers.step = max(states.trackers.step, shared.get("log_step", 0))
     for name, loader in loaders.items():
         with loading_state(saved.path, f"the loader {name}"):
             loader.load_state_dict(places[name])

@@ -161,8 +161,7 @@ class Trackers:
                     f"Logging with `{item}` requires a `logging_dir`: give Accelerator(project_dir=...)",
                     field="project_dir",
                 )
-            of_all = not getattr(kind, "main_process_only", True) or getattr(kind, "_per_rank", False)
-            self._writes = self._writes or of_all
+            self._writes |= not getattr(kind, "main_process_only", True) or getattr(kind, "_per_rank", False)
             if item in self._asked.values():
                 raise SettingError(f"log_with has {item!r} twice; give each logger once", field="log_with", got=item)
             name = _name(item)
@@ -170,7 +169,8 @@ class Trackers:
             self._asked[f"{name}-{same + 1}" if same else name] = item
         self._started: dict[str, Any] = {}
         self._kept: deque[tuple[Any, ...]] = deque(maxlen=_MOST_KEPT)
-        self._step = 0
+        self.step = 0
+        """Step of the last record; a state of the Accelerator holds it, so that a resumed program counts on."""
         self._warned = False
 
     def init(
@@ -212,10 +212,8 @@ class Trackers:
             self._started[name] = logger
             if config:
                 logger.log_hyperparams(config)
-        kept = list(self._kept)
-        self._kept.clear()
-        for values, step, log_kwargs in kept:
-            self.log(values, step, log_kwargs)
+        while self._kept:
+            self.log(*self._kept.popleft())
 
     def _start_tracker(
         self,
@@ -266,13 +264,13 @@ class Trackers:
                 )
             self._kept.append((dict(values), step, log_kwargs))
         else:
-            self._step = self._step + 1 if step is None else int(step)
+            self.step = self.step + 1 if step is None else int(step)
             for name, logger in self._started.items():
                 more = (log_kwargs or {}).get(name, {})
                 if not isinstance(logger, GeneralTracker):
                     self._log_to(name, logger, _flat(values), more)
                 elif self._acts(logger):
-                    logger.log(dict(values), step=self._step, **more)
+                    logger.log(dict(values), step=self.step, **more)
 
     def _log_to(self, name: str, logger: Logger, values: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         if more:
@@ -283,9 +281,9 @@ class Trackers:
             )
         texts = {key: value for key, value in values.items() if isinstance(value, str)}
         if texts:
-            logger.log_text(texts, step=self._step)
+            logger.log_text(texts, step=self.step)
         if len(texts) < len(values):
-            logger.log_metrics({key: value for key, value in values.items() if key not in texts}, self._step)
+            logger.log_metrics({key: value for key, value in values.items() if key not in texts}, self.step)
 
     def get(self, name: str, unwrap: bool) -> Any:
         """Return a started logger, or the object that it writes with.
@@ -304,9 +302,8 @@ class Trackers:
                 f"there is no tracker {name!r}; started are: {known}. Name it in log_with, then call init_trackers()."
             )
         logger = self._started[name]
-        if not unwrap:
-            return logger
-        return logger.tracker if isinstance(logger, GeneralTracker) else logger.experiment
+        writer = "tracker" if isinstance(logger, GeneralTracker) else "experiment"
+        return getattr(logger, writer) if unwrap else logger
 
     def finish(self) -> None:
         """Close the loggers and trackers."""

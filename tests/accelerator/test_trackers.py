@@ -263,3 +263,24 @@ def test_texts_and_nested_values_go_where_there_is_a_place(make: Any, tmp_path: 
     assert rows.rows[0] == (1, {"losses/a": 1.0, "losses/b/c": 2})
     found = EventAccumulator(str(tmp_path / "project"), {"tensors": 0}).Reload()
     assert found.Tensors("said/text_summary")[0].tensor_proto.string_val == [b"words"]
+
+
+def test_a_resumed_program_counts_its_records_on(make: Any, tmp_path: Path) -> None:
+    first = make(log_with=Rows(), project_dir=tmp_path)
+    first.init_trackers("project")
+    for loss in (3.0, 2.0):
+        first.log({"loss": loss})
+    first.save_state(tmp_path / "state")
+    first.log({"loss": 1.0})
+    first.load_state(tmp_path / "state")  # one program never counts backwards: trackers would drop the records
+    first.log({"loss": 2.0})
+    first.end_training()
+    assert first._trackers.step == 4
+    rows = Rows()
+    second = make(log_with=rows, project_dir=tmp_path)
+    second.log({"seen": 1.0})
+    second.load_state(tmp_path / "state")
+    second.init_trackers("project")
+    second.log({"loss": 1.0})
+    second.end_training()
+    assert rows.rows == [(3, {"seen": 1.0}), (4, {"loss": 1.0})]
