@@ -58,9 +58,7 @@ def resolve_device_map(
         SettingError: `device_map` is an unknown word, a part of the model has no device, or a device does not exist.
     """
     if isinstance(device_map, Mapping):
-        for name, device in device_map.items():
-            if not isinstance(name, str):
-                raise wrong("device_map", dict(device_map), "names of modules, and a device for each")
+        for device in device_map.values():
             check_device("device_map", device)
         check_device_map(model, device_map)
         return dict(device_map)
@@ -117,7 +115,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         device_map: devices by name of a module, parameter or buffer; "" is the whole model.
 
     Raises:
-        SettingError: parameters or buffers have no device; the message has their names.
+        SettingError: `device_map` is not a dict with names as keys, or parameters or buffers have no device; the
+            message has their names.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -127,6 +126,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         ...
         instep.errors.SettingError: ...
     """
+    if not isinstance(device_map, Mapping) or not all(isinstance(name, str) for name in device_map):
+        raise wrong("device_map", device_map, "names of modules, and a device for each: infer_auto_device_map()")
     weights = list(model.state_dict())
     known = {*weights, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}

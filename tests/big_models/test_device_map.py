@@ -14,6 +14,7 @@ from instep.big_models import (
     find_tied_parameters,
     get_balanced_memory,
     infer_auto_device_map,
+    load_checkpoint_in_model,
     named_module_tensors,
 )
 from instep.big_models.device_map import device_of, resolve_device_map
@@ -166,6 +167,8 @@ def test_a_map_is_checked_against_the_model():
     with pytest.warns(UserWarning, match="did you mean 1.down"), pytest.raises(SettingError, match=r"1\.down\.weight"):
         check_device_map(model, {"0": 0, "1.up": 0, "1.mask": 0, "1.dwon": 0})
     check_device_map(model, {"": "disk", "1.mask": 0})
+    with pytest.raises(SettingError, match=r"device_map='auto': expected names .* infer_auto_device_map\(\)"):
+        load_checkpoint_in_model(model, "weights", device_map="auto")
     model[1].up.weight = model[0].up.weight
     with pytest.warns(UserWarning, match="one tied parameter on several devices"):
         check_device_map(model, {"": "cpu", "1.up": 0})
