@@ -572,7 +572,7 @@ def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
             with loading_state(saved.path, f"the logger {key[0]}"):
                 logger.load_state_dict(state["loggers"][key])
     same = parts.position if ctx.fn == "fit" else state.get("datamodule_kind") == type(ctx.datamodule).__qualname__
-    if ctx.datamodule is not None and same and state["datamodule"] is not None:
+    if ctx.datamodule is not None and same and state.get("datamodule") is not None:
         with loading_state(saved.path, "the datamodule"):
             ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:
