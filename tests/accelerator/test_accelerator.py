@@ -308,6 +308,8 @@ def test_a_loop_by_hand_may_drop_gradients_before_and_after_a_step(make: Any) ->
         accelerator.backward(model(torch.tensor([[value]])).mean())
         optimizer.step()
     assert taken == [1.0, 2.0]
+    optimizer.zero_grad()
+    assert model.weight.grad is None
 
 
 # ---- loaders

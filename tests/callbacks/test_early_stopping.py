@@ -205,7 +205,8 @@ def test_state_survives_and_options_are_those_of_the_new_run():
     trainer = run(resumed, [1.5], global_step=2)
     assert resumed.stopping_reason is EXHAUSTED
     assert len(trainer.triggers) == 1
-    assert resumed.state_key == callback.state_key != EarlyStopping("loss", mode="max").state_key
+    assert resumed.state_key == callback.state_key == "EarlyStopping(monitor='loss', mode='min')"
+    assert EarlyStopping("loss", mode="max").state_key == "EarlyStopping(monitor='loss', mode='max')"
 
 
 def test_verbose_prints_on_rank_zero_or_everywhere(capsys):

@@ -221,9 +221,11 @@ def test_metrics_of_training_and_of_validation_can_be_watched(monitor: str, tmp_
     assert trainer.checkpoint_callback is saver
 
 
-def test_a_metric_that_was_not_logged_is_an_error_that_lists_those_that_were(tmp_path: Path):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_metric_that_was_not_logged_is_an_error_that_lists_those_that_were(tmp_path: Path, background: bool):
+    misspelt = ModelCheckpoint(tmp_path / "kept", monitor="val_los", save_weights_only=True, background=background)
     with pytest.raises(SettingError, match=r"monitor='val_los'.*score") as caught:
-        run(tmp_path, ModelCheckpoint(tmp_path / "kept", monitor="val_los", save_weights_only=True))
+        run(tmp_path, misspelt)
     path = tmp_path / "kept" / "step-00000004-1"
     assert f"saved as {path}." in str(caught.value), "nothing that was trained is lost"
     again = quiet(

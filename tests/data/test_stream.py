@@ -3,7 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -242,8 +242,13 @@ class Shuffled:
         return ([index] for index in self.sampler)
 
 
-def test_the_seed_of_the_users_own_generator_decides_the_order() -> None:
-    first, again, other = (run(prepare_loader(Shuffled(seed))) for seed in (1, 1, 2))
+def shuffled_by_torchdata(seed: int) -> Any:
+    return StatefulDataLoader(torch.arange(8.0), shuffle=True, generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [Shuffled, shuffled_by_torchdata])
+def test_the_seed_of_the_users_own_generator_decides_the_order(make: Callable[[int], Any]) -> None:
+    first, again, other = (run(prepare_loader(make(seed))) for seed in (1, 1, 2))
     assert first == again != other
 
 

@@ -103,17 +103,22 @@ def test_a_phase_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert clock.seconds(100) == pytest.approx({**expected, "other": 25})
 
 
-@pytest.mark.parametrize("manual", [False, True])
-def test_a_fit_says_what_came_of_it(manual: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    module = ManualToy() if manual else Toy()
+class OwnStepToy(Toy):
+    def optimizer_step(self, *args: Any) -> None:
+        super().optimizer_step(*args)
+
+
+@pytest.mark.parametrize("kind", [Toy, OwnStepToy, ManualToy])
+def test_a_fit_says_what_came_of_it(kind: type[Toy], capsys: pytest.CaptureFixture[str]) -> None:
     trainer = quiet(max_steps=6)
     assert trainer.run_summary is None
     before = time.perf_counter()
-    trainer.fit(module, loader(24), loader(4))
+    trainer.fit(kind(), loader(24), loader(4))
     summary = trainer.run_summary
     assert summary is not None
     assert (summary.why, summary.steps, summary.batches) == ("max_steps=6 reached", 6, 6)
     assert all(summary.time_s[part] > 0 for part in ("start", "data", "forward", "optimizer", "validation"))
+    assert (summary.time_s["backward"] > 0) is (kind is not ManualToy), "by hand it is a part of the forward"
     assert sum(summary.time_s.values()) == summary.wall_s < time.perf_counter() - before
     assert "6 steps in" in str(summary)
     assert "steps in" not in capsys.readouterr().out, "without a progress bar it is not printed"

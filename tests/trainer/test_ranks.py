@@ -183,6 +183,35 @@ def test_every_sample_counts_once() -> None:
             assert trained == sorted([*range(length)] * 2), "two epochs"
 
 
+class InGroups(Counting):
+    """Logs a value of each rank over all ranks, and over a group of this rank alone; rank 0 logs one more."""
+
+    def on_fit_start(self) -> None:
+        alone = [torch.distributed.new_group([rank]) for rank in range(2)]
+        self.groups = {"all": torch.distributed.group.WORLD, "own": alone[self.global_rank]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for name, group in self.groups.items():
+            value = float(10 * self.global_rank + batch_idx)
+            self.log(name, value, on_step=True, on_epoch=True, sync_dist=True, sync_dist_group=group)
+        if self.global_rank == 0:
+            self.log("first", float(batch_idx), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def log_in_groups() -> dict[str, float]:
+    trainer = quiet(max_epochs=1, log_every_n_steps=1)
+    trainer.fit(InGroups(), loader(8))
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name != "count"}
+
+
+def test_values_are_combined_over_the_ranks_of_a_group_or_those_that_log_them() -> None:
+    both = {"all": 5.5, "all_step": 6.0, "all_epoch": 5.5, "first": 0.5}
+    for rank, logged in enumerate(run_ranks(log_in_groups, 2)):
+        own = {"own": 10 * rank + 0.5, "own_step": 10 * rank + 1.0, "own_epoch": 10 * rank + 0.5}
+        assert logged == both | own
+
+
 # ---- one decision
 
 
