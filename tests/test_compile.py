@@ -262,11 +262,8 @@ def _on_ranks(strategy: str, compile: Any) -> list[list[float]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "strategy",
-    ["ddp", "fsdp", "tp"],
-)
 @pytest.mark.campaign
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_compiled_steps_on_two_ranks_have_the_plain_losses(strategy: str) -> None:
     for compile in ({"backend": "aot_eager", "scope": "step", "optimizer": False}, {"regions": ["Block"], **EAGER}):
         for plain, found in run_ranks(_on_ranks, 2, strategy, compile):

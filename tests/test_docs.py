@@ -56,7 +56,7 @@ PAGES = (
     *(f"instep/{room}/README.md" for room in ("callbacks", "loggers", "strategies")),
     *(str(path.relative_to(REPO)) for path in sorted((REPO / "docs").rglob("*.md"))),
 )
-FURTHER = ("docs/scale/", "docs/command/")  # whose blocks start programs or several processes: `make test-all`
+FURTHER = ("docs/scale/", "docs/command/")  # `make test-all` runs these blocks: they start programs
 PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun", "tensorboard", "torchrun")
 NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"

@@ -269,6 +269,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[InstepError], str]] = {
         UsageError,
         r"accelerator.backward got a float: it takes the loss as a tensor",
     ),
+    "backward of a cut loss": (
+        lambda: accelerated(lambda own, model: own.backward(loss_of(model).detach())),
+        UsageError,
+        r"accelerator.backward got a loss without a graph \(requires_grad is False\): ",
+    ),
     "clipping a model": (
         lambda: accelerated(lambda own, model: own.clip_grad_norm_(model, 1.0)),  # pyright: ignore
         SettingError,

@@ -463,16 +463,16 @@ class Accelerator(ProcessMethods):
                 f"accelerator.backward got a {type(loss).__name__}: it takes the loss as a tensor, which a model's "
                 "forward gave, without .item() or float()"
             )
-        if loss.is_leaf and (self.num_processes > 1 or not loss.requires_grad) and not isinstance(loss, nn.Parameter):
+        if not loss.requires_grad:
             optimized = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
-            why = OTHERS_WAIT if loss.requires_grad else why_no_graph(self._prepared.models.values(), optimized)
-            raise UsageError(f"accelerator.backward got a loss that no trained parameter is part of: {why}")
+            why = why_no_graph(self._prepared.models.values(), optimized)
+            raise UsageError(f"accelerator.backward got a loss without a graph (requires_grad is False): {why}.")
+        if loss.is_leaf and self.num_processes > 1 and self._prepared.models and not isinstance(loss, nn.Parameter):
+            raise UsageError(f"accelerator.backward got a loss that depends on no parameter. {OTHERS_WAIT}")
         if num_items is not None:
             loss = loss * self._prepared.window.weigh_items(num_items)
-        else:
-            weight = self._prepared.window.weigh_plainly()
-            if weight != 1.0:
-                loss = loss * weight
+        elif (weight := self._prepared.window.weigh_plainly()) != 1.0:
+            loss = loss * weight
         self._prepared.plain.backward(loss, **kwargs)
         if not self.sync_gradients:
             for optimizer in self.optimizers:
@@ -872,7 +872,7 @@ class Accelerator(ProcessMethods):
         Args:
             values: numbers, tensors with one element, texts if a logger supports them, or dicts of these.
             step: number of the step for the values; None: one more than in the last call; after `load_state` in a new
-                program, one more than in the last call before the state was saved.
+                program, one more than in the last call that was written before the state was saved.
             log_kwargs: further arguments for the `log` of a `GeneralTracker`, by the tracker's name.
         """
         self._trackers.log(values, step, log_kwargs)

@@ -57,7 +57,7 @@ _SHARED = {
     "run_id": text,
     "scaler": anything,
 }
-_LATER = {"log_step": count}  # earlier states lack it
+_LATER = {"log_step": count}  # optional: states of earlier versions lack it
 _RANK = {"rng": mapping, "loaders": dict_of(mapping), "data_rank": count}
 
 
@@ -416,7 +416,7 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
     if not parts.position:
         return
     states.prepared.restore_counters(shared["step"], shared["seed"])
-    # The first states have no step of the log. A program that goes back to an earlier state keeps its own, later one.
+    # A program that loads an earlier state keeps its own step if that is later: trackers drop steps that go back.
     states.trackers.step = max(states.trackers.step, shared.get("log_step", 0))
     for name, loader in loaders.items():
         with loading_state(saved.path, f"the loader {name}"):

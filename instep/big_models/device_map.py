@@ -127,7 +127,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         instep.errors.SettingError: ...
     """
     if not isinstance(device_map, Mapping) or not all(isinstance(name, str) for name in device_map):
-        raise wrong("device_map", device_map, "names of modules, and a device for each: infer_auto_device_map()")
+        raise wrong("device_map", device_map, "names of modules with devices, as infer_auto_device_map() returns")
     weights = list(model.state_dict())
     known = {*weights, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}

@@ -79,7 +79,8 @@ def load_checkpoint_in_model(
             the .index.json of several such files, a folder with one of these, a checkpoint folder that
             `instep.checkpoint.load_weights` reads, or a repository of the Hugging Face hub ("user/model"), which is
             read from the hub's cache if it is there.
-        device_map: module name -> device, "cpu" or "disk"; "" is the model.
+        device_map: module name -> device, "cpu" or "disk"; "" is the model. For "auto", call
+            `load_checkpoint_and_dispatch`.
         offload_folder: folder for weights on "disk" that cannot be used in the checkpoint's file: weights that get
             another dtype, and weights of a pickled file. The folder is used again for the same model and checkpoint,
             and refused for others.

@@ -136,13 +136,13 @@ def prepare_loader(
     if streams != "auto" and not indexed and not _is_map_style(loader) and use_distributed_sampler:
         dispatch = streams == "dispatch"
     if dispatch is None:
-        dispatch = use_distributed_sampler and not indexed and not _shards_itself(loader)
+        dispatch = use_distributed_sampler and not indexed and not _read_by_all_ranks(loader)
     if dispatch and world_size > 1:
-        if not use_distributed_sampler or _shards_itself(loader):
+        if not use_distributed_sampler or _read_by_all_ranks(loader):
             raise _unfit(
                 loader,
-                "it gives each rank a part of its own, so all but those of rank 0, which reads alone, would be lost. "
-                "Use dispatch=False, or a loader of all data",
+                "rank 0 cannot read it alone: it gives each rank a part of its own, or is a data pipe, at which torch "
+                "waits for all ranks. Use dispatch=False, or a loader of all data",
                 field="dispatch",
             )
         read = partial(
@@ -187,7 +187,7 @@ def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
 
 def _check_spread(loader: Any, world_size: int) -> None:
     """Raise SettingError if instep cannot divide map-style data, which would then be the same on every rank."""
-    if _is_map_style(loader) and not _shards_itself(loader):
+    if _is_map_style(loader) and not _read_by_all_ranks(loader):
         raise SettingError(
             f"{type(loader).__name__} would give every one of the {world_size} ranks the same data: instep does not "
             "build subclasses of DataLoader, or loaders whose sampler has no end or no len(), anew. Give it a "
@@ -526,13 +526,13 @@ def _is_map_style(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def _shards_itself(loader: Any) -> bool:
+def _read_by_all_ranks(loader: Any) -> bool:
     for items in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
         stateful = ForeignOrder(items).stateful if items is not None else None
         known = stateful is not None and not type(stateful).__module__.startswith(("torch.", "torchdata."))
         if is_distributed(items) or known:
             return True
-    # torch's DataLoader divides a data pipe over the ranks, and waits for all of them at the start of a pass.
+    # At the start of a pass over a data pipe, torch's DataLoader makes a process group of all ranks.
     return isinstance(getattr(loader, "dataset", None), torch.utils.data.IterDataPipe)
 
 

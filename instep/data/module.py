@@ -124,7 +124,8 @@ class DataModule(HyperParameters):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the state that `state_dict` returned.
 
-        Called in a resumed fit, and in an evaluation with `ckpt_path` whose run had a datamodule of the same class.
+        Called in a resumed fit; also in an evaluation with the `ckpt_path` of a full checkpoint, if the class of its
+        run's datamodule has the same name.
         """
 
     @classmethod

@@ -73,13 +73,13 @@ def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
 def check_graph(ctx: RunContext, loss: Tensor, what: str) -> None:
     """Raise HookError if a loss visibly depends on no trained parameter.
 
-    On one process, a loss that is a new tensor with requires_grad=True only trains nothing.
+    On one process, a new tensor with requires_grad=True is accepted: it trains nothing, and no other rank waits for it.
     """
     if not loss.requires_grad:
         why = why_no_graph([ctx.module], [p for each in ctx.optimizers for p in parameters_of(each)])
         raise HookError(f"{what} without a graph (requires_grad is False): {why}.")
     if ctx.world_size > 1 and loss.is_leaf and not isinstance(loss, nn.Parameter):
-        raise HookError(f"{what} that no parameter is part of. {OTHERS_WAIT}")
+        raise HookError(f"{what} that depends on no parameter. {OTHERS_WAIT}")
 
 
 def check_losses(ctx: RunContext) -> None:

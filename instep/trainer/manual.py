@@ -69,7 +69,7 @@ def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
 def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """Backpropagate a loss in manual optimization, as `TrainModule.manual_backward` describes."""
     strategy, replayed = ctx.strategy, ctx.log.weight == 0
-    if not is_overridden(ctx.module, "backward", TrainModule):
+    if loss.is_leaf and not is_overridden(ctx.module, "backward", TrainModule):
         check_graph(ctx, loss, "self.manual_backward got a loss")
     for look in () if replayed else ctx.step_parts.on_loss:
         look(loss)

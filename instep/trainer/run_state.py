@@ -562,7 +562,7 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
 def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
     """Restore loggers, callbacks and the datamodule, before loaders and optimizers are made.
 
-    An evaluation restores only the datamodule, and only if the checkpoint's run had one of the same class.
+    An evaluation restores only the datamodule, and only if the class of the saved one has the same name.
     """
     if (saved := plan.saved) is None:
         return
@@ -571,8 +571,8 @@ def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
         if key in state["loggers"]:
             with loading_state(saved.path, f"the logger {key[0]}"):
                 logger.load_state_dict(state["loggers"][key])
-    same = parts.position if ctx.fn == "fit" else state.get("datamodule_kind") == type(ctx.datamodule).__qualname__
-    if ctx.datamodule is not None and same and state.get("datamodule") is not None:
+    wanted = parts.position if ctx.fn == "fit" else state.get("datamodule_kind") == type(ctx.datamodule).__qualname__
+    if ctx.datamodule is not None and wanted and state.get("datamodule") is not None:
         with loading_state(saved.path, "the datamodule"):
             ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:

@@ -380,8 +380,8 @@ class Trainer:
         Args:
             model: by default the model of the last fit, with the weights of its best checkpoint if there is one.
             dataloaders: a loader, a list of them, or a DataModule; by default the model's.
-            ckpt_path: checkpoint to load weights from first: a path, "last" or "best"; the path that these mean is
-                printed.
+            ckpt_path: checkpoint to load first: a path, "last" or "best"; the path that these mean is printed. This
+                loads weights, and the state of the datamodule if the class of the saved one has the same name.
             verbose: print the result on the main process.
             datamodule: a DataModule in place of loaders.
 

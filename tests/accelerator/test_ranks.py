@@ -190,7 +190,7 @@ def loss_apart() -> None:
 def test_a_loss_that_no_model_gave_is_an_error() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(loss_apart, 2)
-    assert "a loss that no trained parameter is part of: With several processes" in failed.value.errors[1]
+    assert "a loss that depends on no parameter. With several processes" in failed.value.errors[1]
 
 
 def state_after_the_end() -> int:

@@ -300,7 +300,7 @@ def fake_peak(words: list[str] | None) -> int:
 
 @pytest.mark.parametrize(
     "words",
-    [None, *(pytest.param(words, marks=pytest.mark.campaign) for words in ([], ["every=2"], ["Block", "save=ops"]))],
+    [None, [], *(pytest.param(words, marks=pytest.mark.campaign) for words in (["every=2"], ["Block", "save=ops"]))],
 )
 def test_the_estimate_counts_what_is_kept(words: list[str] | None) -> None:
     def batch() -> Any:

@@ -316,11 +316,11 @@ def test_a_dispatched_loader_combines_with_others_and_ends_with_the_last() -> No
 def test_data_that_is_spread_already_is_not_dispatched() -> None:
     data = Numbers(4)
     spread = DataLoader(data, sampler=DistributedSampler(data, 2, 0))
-    with pytest.raises(SettingError, match="gives each rank a part of its own"):
+    with pytest.raises(SettingError, match="rank 0 cannot read it alone"):
         prepare_loader(spread, world_size=2, dispatch=True)
-    with pytest.raises(SettingError, match="gives each rank a part of its own"):
+    with pytest.raises(SettingError, match="rank 0 cannot read it alone"):
         prepare_loader([1], world_size=2, dispatch=True, use_distributed_sampler=False)
-    with pytest.raises(SettingError, match="gives each rank a part of its own"):
+    with pytest.raises(SettingError, match="rank 0 cannot read it alone"):
         prepare_loader(DataLoader(IterableWrapper([1])), world_size=2, dispatch=True)
 
 

@@ -483,7 +483,7 @@ def unsavable() -> tuple[TrainModule, dict[str, Any]]:
 
 FAILURES: dict[str, tuple[Callable[..., Any], int, str]] = {
     "step": (in_step, 1, "boom in the step"),
-    "graph": (in_graph, 1, "a loss that no parameter is part of. With several processes the others would wait"),
+    "graph": (in_graph, 1, "a loss that depends on no parameter. With several processes the others would wait"),
     "callback": (in_callback, 1, "boom in on_train_batch_end"),
     "validation": (in_validation, 0, "boom in on_validation_batch_end"),
     "save": (in_save, 1, "boom in the save"),
