@@ -55,10 +55,11 @@ def test_a_process_that_is_stuck_ends_in_time_and_the_run_goes_on(tmp_path: Path
             assert status(root)["status"] == "interrupted"
             continue
         assert done.returncode == 1, f"{where} {grace_s} {done}"
-        assert "SIGTERM came" in done.stderr
+        came = "SIGTERM" if signals == 1 or "SIGTERM came" in done.stderr else "SIGUSR1"  # which Python handles first
+        assert f"{came} came" in done.stderr
         assert "on_train_batch_end" in done.stderr, "where it was"
         said = status(root)
-        assert (said["status"], said["exit_code"], said["signal"], said["global_step"]) == ("failed", 1, "SIGTERM", 3)
+        assert (said["status"], said["exit_code"], said["signal"], said["global_step"]) == ("failed", 1, came, 3)
         assert [path.name for path in root.rglob("checkpoints/step-*")] == ["step-00000002-1"], "none of the third step"
         assert not list(root.rglob("checkpoints/.saving*"))
     assert run_command(command(root, "nowhere", 30), cwd=REPO).returncode == 0
