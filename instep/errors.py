@@ -273,6 +273,10 @@ class Preempted(SystemExit):
         return self.message
 
 
+# for errors about a rank whose loss would reduce no gradients
+OTHERS_WAIT = "With several processes the others would wait: compute the loss from the model's output, times 0."
+
+
 def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
     """Return the error for a value that is not allowed; the message has the nearest allowed value, if one is close.
 

@@ -49,7 +49,7 @@ from instep.data import DataLoaderConfiguration
 from instep.data.plan import Share
 from instep.distributed import Triggers
 from instep.distributed.nested import map_leaves
-from instep.errors import SettingError, UsageError
+from instep.errors import OTHERS_WAIT, SettingError, UsageError
 from instep.state import AcceleratorState, GradientState, PartialState, read_environment
 from instep.state.device import DistributedType
 from instep.state.partial import ProcessMethods
@@ -59,7 +59,6 @@ from instep.types import Location, PathLike, ReadOnly
 from instep.utils.checks import at_least, check_object, parse_size
 from instep.utils.paths import local_path, to_path
 from instep.utils.porting import instead_of
-from instep.utils.trainable import OTHERS_WAIT, why_no_graph
 from instep.utils.warn import warn_user
 
 
@@ -464,6 +463,8 @@ class Accelerator(ProcessMethods):
                 "forward gave, without .item() or float()"
             )
         if not loss.requires_grad:
+            from instep.utils.trainable import why_no_graph  # imported late: used only for an error
+
             optimized = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
             why = why_no_graph(self._prepared.models.values(), optimized)
             raise UsageError(f"accelerator.backward got a loss without a graph (requires_grad is False): {why}.")

@@ -84,7 +84,8 @@ def prepare_loader(
             `DataLoader`, rank 0 reads larger batches and slices them, so that each rank gets the loader's batch size.
             For a loader that makes its own batches, each rank gets whole batches, unless `split_batches` is set. With
             None, rank 0 reads only data that is probably the same on every rank: iterable data, and loaders that instep
-            cannot rebuild. With `use_distributed_sampler=False`, or a sampler that divides the data, every rank reads.
+            cannot rebuild. With `use_distributed_sampler=False`, a sampler that divides the data, or a data pipe of
+            torch, every rank reads.
         even_batches: whether all ranks run the same number of steps. If False, a rank that has no more data ends
             earlier than the others; it neither replays a batch with weight 0 nor stops the others. Then `num_batches`
             differs per rank. In one case a rank still replays a sample: a dispatched batch before the last one has

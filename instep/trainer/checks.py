@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.data import BatchSource
-from instep.errors import DataError, HookError
+from instep.errors import OTHERS_WAIT, DataError, HookError
 from instep.strategies.gradients import parameters_of
 from instep.trainer.context import RunContext
-from instep.utils.trainable import OTHERS_WAIT, why_no_graph
 from instep.utils.warn import warn_user
 
 
@@ -76,6 +75,8 @@ def check_graph(ctx: RunContext, loss: Tensor, what: str) -> None:
     On one process, a new tensor with requires_grad=True is accepted: it trains nothing, and no other rank waits for it.
     """
     if not loss.requires_grad:
+        from instep.utils.trainable import why_no_graph  # imported late: only an error needs it
+
         why = why_no_graph([ctx.module], [p for each in ctx.optimizers for p in parameters_of(each)])
         raise HookError(f"{what} without a graph (requires_grad is False): {why}.")
     if ctx.world_size > 1 and loss.is_leaf and not isinstance(loss, nn.Parameter):

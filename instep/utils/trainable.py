@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 _LOOKED_AT = 100  # largest number of items of a container that are searched
 _NAMED = 3
-OTHERS_WAIT = "With several processes the others would wait: compute the loss from the model's output, times 0."
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, list[Tensor]]:
